@@ -1,0 +1,1 @@
+"""rlagent: reinforcement learning of agents with the control inverted."""

@@ -1,0 +1,1 @@
+"""The embedded engine: SGLang's HTTP surface on a small torch model."""

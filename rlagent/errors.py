@@ -1,0 +1,52 @@
+"""Errors that users see. One type per boundary; each message names the thing, the value and the fix.
+
+`assert` marks our own bugs; everything a user can cause is a subclass of RlagentError.
+"""
+
+
+class RlagentError(Exception):
+    """Base of every error rlagent raises for a user's mistake or an outside failure."""
+
+
+class ConfigError(RlagentError):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class LoadError(RlagentError):
+    """A `file.py:function`, a model directory, a task file or a tokenizer could not be loaded."""
+
+
+class StoreError(RlagentError):
+    """The data buffer refused or could not make a change durable."""
+
+
+class EngineError(RlagentError):
+    """An engine is down, refused a request or answered something outside its protocol."""
+
+
+class RecordingError(RlagentError):
+    """What an engine answered cannot be recorded exactly (lengths, non-finite logprobs, unknown ids)."""
+
+
+class RouterError(RlagentError):
+    """The router answered one of our own clients with an error, or could not be reached."""
+
+
+class RolloutError(RlagentError):
+    """A rollout function broke its contract (wrong return type, non-finite reward, timeout)."""
+
+
+class LearnerError(RlagentError):
+    """The learner cannot go on: a rank died, a loss is not finite, a layout does not fit the model."""
+
+
+class WeightSyncError(RlagentError):
+    """An engine did not take, or does not hold, the weights that were published."""
+
+
+class CheckpointError(RlagentError):
+    """A checkpoint is torn, of another model, or of another run."""
+
+
+class SandboxError(RlagentError):
+    """A sandbox could not be made, or an operation on it is not allowed."""

@@ -50,3 +50,11 @@ class CheckpointError(RlagentError):
 
 class SandboxError(RlagentError):
     """A sandbox could not be made, or an operation on it is not allowed."""
+
+
+class ConflictError(StoreError):
+    """The data buffer refused a change because of what it holds (a sealed session, a used key, an ended lease)."""
+
+
+class NotFoundError(StoreError):
+    """The data buffer holds no session, lease or publish of this name."""

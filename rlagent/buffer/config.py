@@ -15,6 +15,12 @@ class BufferConfig(BaseModel):
     max_staleness: int = Field(1, ge=0, description="oldest token of a batch lags at most this many publishes")
     abandoned: Literal["use", "drop"] = Field("use", description="tokens of versions that a resume left behind")
     lease_s: float = Field(600.0, gt=0)
-    group_deadline_s: float = Field(600.0, gt=0, description="a group not complete by then is handed out short, the missing counted")
-    ungrouped_size: int = Field(8, ge=1, description="this many finished sessions without a group make one unit of a batch")
-    min_group_rollouts: int = Field(1, ge=1, description="a short group with fewer valid rollouts is dropped and counted")
+    group_deadline_s: float = Field(
+        600.0, gt=0, description="a group not complete by then is handed out short, the missing counted"
+    )
+    ungrouped_size: int = Field(
+        8, ge=1, description="this many finished sessions without a group make one unit of a batch"
+    )
+    min_group_rollouts: int = Field(
+        1, ge=1, description="a short group with fewer valid rollouts is dropped and counted"
+    )

@@ -1,0 +1,57 @@
+"""Bytes and arrays as compressed blobs: one blob for all arrays of a call, not a row per token.
+
+A blob is one tag byte and the body: raw, or zstd where that is smaller. 4-byte numbers are stored byte plane by byte
+plane, because the high bytes of token ids are mostly alike. Invariant: unpacking gives back the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+_RAW: Final = b"\x00"
+_ZSTD: Final = b"\x01"
+# Below this zstd's frame and the time to make it cost more than they save.
+MIN_COMPRESSED_BYTES: Final = 256
+# Level 1: a call's blob is made between the engine's last token and the agent's terminal event.
+_LEVEL: Final = 1
+
+
+def pack(body: bytes) -> bytes:
+    """Tag byte + the shorter of the body and its zstd form."""
+    if len(body) >= MIN_COMPRESSED_BYTES:
+        small = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
+        if len(small) < len(body):
+            return _ZSTD + small
+    return _RAW + body
+
+
+def unpack(blob: bytes) -> bytes:
+    """The inverse of pack."""
+    if blob[:1] == _ZSTD:
+        body: bytes = zstandard.ZstdDecompressor().decompress(blob[1:])
+        return body
+    assert blob[:1] == _RAW, "not a blob of this buffer"
+    return blob[1:]
+
+
+def pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    """All arrays (4-byte dtypes, any lengths) in one blob; the reader knows lengths and dtypes."""
+    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return pack(np.frombuffer(body, np.uint8).reshape(-1, 4).T.tobytes())
+
+
+def unpack_arrays(blob: bytes, layout: Sequence[tuple[type[np.generic], int]]) -> list[npt.NDArray[Any]]:
+    """The inverse of pack_arrays, given (dtype, length) of each array. The arrays are read-only."""
+    body = np.frombuffer(unpack(blob), np.uint8).reshape(4, -1).T.tobytes()
+    arrays: list[npt.NDArray[Any]] = []
+    start = 0
+    for dtype, length in layout:
+        arrays.append(np.frombuffer(body, dtype, length, start))
+        start += 4 * length
+    assert start == len(body), f"a call's arrays hold {len(body)} bytes, its head names {start}"
+    return arrays

@@ -1,0 +1,241 @@
+"""The data buffer's face: async methods over durable transactions. The router and the learner's routes hold one Buffer.
+
+In the flow it stands between the router (which records calls) and the learner (which leases groups).
+Invariant: a method that returned is on disk, and one that raised changed nothing; the same across kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rlagent.buffer import groups, leases, policies, sessions, status
+from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.leases import LeaseSlip, RestoreReport
+from rlagent.buffer.policies import Publish
+from rlagent.buffer.status import BufferStatus
+from rlagent.buffer.store import Store, Transaction
+from rlagent.errors import StoreError
+from rlagent.trajectory import rows
+from rlagent.types import Call, Delivery, Lease, PolicyVersion, Reward, Session, SessionState, Trajectory
+
+T = TypeVar("T")
+
+
+class Buffer:
+    """The durable data buffer of one run. Made by `open`, ended by `close`; one process at a time."""
+
+    def __init__(self, store: Store, config: BufferConfig, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._policy: PolicyVersion | None = None
+        self._snapshot: PolicyVersion | None = None
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def open(cls, path: Path, config: BufferConfig, *, clock: Callable[[], float] = time.time) -> Buffer:
+        """Open or create the buffer at `path`. A publish that a dead process left under way is failed."""
+        buffer = cls(await Store.open(path), config, clock)
+        try:
+            await buffer._write_policy(lambda tx: policies.fail_all(tx, "serve ended"))
+        except BaseException:
+            await buffer.close()
+            raise
+        return buffer
+
+    async def close(self) -> None:
+        """Commit what is pending and close the database. Leases that wait end with None."""
+        self._announce()
+        await self._store.close()
+
+    # Sessions and calls
+
+    async def open_session(self, session: Session) -> None:
+        """Make a new session durable. ConflictError if its id exists or its key was used."""
+        await self._store.write(lambda tx: sessions.insert(tx, session, self._config))
+
+    async def record_call(self, call: Call) -> None:
+        """Make a call durable. ConflictError once the session is sealed."""
+        values = sessions.encode(call)
+        await self._store.write(lambda tx: sessions.insert_call(tx, call, values))
+
+    def mark_delivered(self, call_id: str) -> None:
+        """The agent has seen the end of the answer.
+
+        Durable with the next commit; ignored once the session is sealed.
+        """
+        self._mark(call_id, "delivered")
+
+    def mark_orphan(self, call_id: str) -> None:
+        """The agent went away before the end of the answer.
+
+        Durable with the next commit; ignored once the session is sealed.
+        """
+        self._mark(call_id, "orphan")
+
+    async def add_reward(self, session_id: str, reward: Reward) -> None:
+        """Add to an open session's reward, component by component."""
+        await self._store.write(lambda tx: sessions.add_reward(tx, session_id, reward))
+
+    async def finish_session(self, session_id: str, *, status: str, reward: Reward | None) -> Session:
+        """Seal a session.
+
+        A given reward replaces the total. The same body again gives the same answer, another a ConflictError.
+        """
+        now = self._clock()
+        session, ready = await self._store.write(
+            lambda tx: sessions.finish(tx, session_id, status=status, reward=reward, now=now, config=self._config)
+        )
+        if ready:
+            self._announce()
+        return session
+
+    async def session(self, session_id: str) -> Session | None:
+        """A session by id."""
+        return await self._store.read(lambda tx: sessions.find(tx, session_id))
+
+    async def session_by_key(self, key_hash: str) -> Session | None:
+        """A session by the sha256 hex of its key."""
+        return await self._store.read(lambda tx: sessions.find_by_key(tx, key_hash))
+
+    async def sessions(self, *, state: SessionState | None = None, limit: int = 100) -> list[Session]:
+        """The newest sessions first."""
+        return await self._store.read(lambda tx: sessions.listed(tx, state, limit))
+
+    async def calls(self, session_id: str) -> list[Call]:
+        """A session's calls in order of arrival. Full prompts: rlagent.trajectory.full_prompt_ids."""
+        return await self._store.read(lambda tx: sessions.calls_of(tx, session_id))
+
+    async def trajectories(self, session_id: str) -> list[Trajectory]:
+        """A session's rows; those of an open session as of now."""
+
+        def work(tx: Transaction) -> list[Trajectory]:
+            session = sessions.find(tx, session_id)
+            return [] if session is None else list(rows(session, sessions.calls_of(tx, session_id)))
+
+        return await self._store.read(work)
+
+    async def expire_due(self, now: float) -> None:
+        """End what is due: sessions past their time, groups past their deadline, leases past theirs."""
+
+        def work(tx: Transaction) -> bool:
+            ready = sessions.expire(tx, now, self._config)
+            ready |= groups.pass_deadlines(tx, now, self._config)
+            return leases.expire(tx, now) or ready
+
+        if await self._store.write(work):
+            self._announce()
+
+    # The learner
+
+    async def lease(self, *, num_groups: int, step: int, wait_s: float) -> Lease | None:
+        """The next batch.
+
+        One of before a restore, in its old extent, or `num_groups` groups; None if not ready within wait_s.
+        """
+        if num_groups < 1:
+            raise StoreError(f"num_groups is {num_groups}; a lease takes at least 1 group")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait_s
+        while True:
+            changed = self._changed
+            slip = await self._store.write(self._take(num_groups, step))
+            if slip is not None:
+                return await self._store.read(lambda tx, slip=slip: leases.contents(tx, slip))  # type: ignore[misc]
+            try:
+                async with asyncio.timeout_at(end):
+                    await asyncio.shield(changed)
+            except TimeoutError:
+                return None
+
+    def _take(self, num_groups: int, step: int) -> Callable[[Transaction], LeaseSlip | None]:
+        lease_id, now = f"lease-{uuid.uuid4().hex}", self._clock()
+        return lambda tx: leases.take(
+            tx, lease_id=lease_id, num_groups=num_groups, step=step, now=now, config=self._config
+        )
+
+    async def consume(self, lease_id: str, *, step: int) -> int:
+        """Count a lease as trained on; the cursor. The same lease again gives the same number."""
+        cursor = await self._store.write(lambda tx: leases.consume(tx, lease_id, step=step))
+        self._announce()
+        return cursor
+
+    async def release(self, lease_id: str) -> None:
+        """Give a lease's groups back to the front of the queue."""
+        await self._store.write(lambda tx: leases.release(tx, lease_id))
+        self._announce()
+
+    async def restore(self, *, cursor: int, version: int) -> RestoreReport:
+        """The learner stands at a checkpoint.
+
+        Deliver again, in order, what that lineage has not consumed; seal open sessions.
+        """
+        now = self._clock()
+        report = await self._write_policy(
+            lambda tx: leases.restore(tx, cursor=cursor, version=version, now=now, config=self._config)
+        )
+        self._announce()
+        return report
+
+    async def status(self) -> BufferStatus:
+        """Counts, incomplete groups, the ledger, the versions."""
+        return await self._store.read(status.read)
+
+    # Publishes
+
+    async def begin_publish(self, *, step: int, parent: int) -> Publish:
+        """Give out a version number, never to be reused. ConflictError while another publish is under way."""
+        publish_id, now = f"publish-{uuid.uuid4().hex}", self._clock()
+        return await self._store.write(
+            lambda tx: policies.begin(tx, publish_id=publish_id, step=step, parent=parent, now=now)
+        )
+
+    async def commit_publish(self, publish_id: str, *, checksum: str, snapshot: str | None) -> PolicyVersion:
+        """Stamp a version and make it current. The same publish again gives the same answer."""
+        now = self._clock()
+        return await self._write_policy(
+            lambda tx: policies.commit(tx, publish_id, checksum=checksum, snapshot=snapshot, now=now)
+        )
+
+    async def fail_publish(self, publish_id: str, reason: str) -> None:
+        """Give a publish up; its number stays taken."""
+        await self._store.write(lambda tx: policies.fail(tx, publish_id, reason))
+
+    def policy(self) -> PolicyVersion:
+        """The current version. StoreError before ensure_initial."""
+        if self._policy is None:
+            raise StoreError("the data buffer has no policy version yet; call ensure_initial with the model directory")
+        return self._policy
+
+    def newest_snapshot(self) -> PolicyVersion | None:
+        """The newest version of the current lineage whose weights are on disk."""
+        return self._snapshot
+
+    async def ensure_initial(self, *, checksum: str, snapshot: str) -> PolicyVersion:
+        """Version 0 = the model directory, if the database is new. Returns the current version."""
+        now = self._clock()
+        await self._write_policy(lambda tx: policies.ensure_initial(tx, checksum=checksum, snapshot=snapshot, now=now))
+        return self.policy()
+
+    async def _write_policy(self, work: Callable[[Transaction], T]) -> T:
+        """A write that may change the current version: the copy in memory follows once it is durable."""
+
+        def both(tx: Transaction) -> tuple[T, PolicyVersion | None, PolicyVersion | None]:
+            result = work(tx)
+            return result, policies.current(tx), policies.newest_snapshot(tx)
+
+        result, self._policy, self._snapshot = await self._store.write(both)
+        return result
+
+    def _mark(self, call_id: str, delivery: Delivery) -> None:
+        self._store.write_soon(lambda tx: sessions.mark(tx, call_id, delivery))
+
+    def _announce(self) -> None:
+        """Wake every waiting lease: each looked at the queue before, and looks again."""
+        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        changed.set_result(None)

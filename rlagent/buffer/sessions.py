@@ -1,0 +1,250 @@
+"""Transactions on sessions and calls: open, record, deliver, reward, seal, expire.
+
+Invariant: once a session is sealed nothing about it changes any more (calls, delivery states, rewards), so its rows
+are the same whenever they are built, and the versions noted at the seal are those of its trained tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import orjson
+
+from rlagent.buffer import groups
+from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.records import (
+    CALL_COLUMNS,
+    SESSION_COLUMNS,
+    add_rewards,
+    decode_call,
+    decode_session,
+    encode_call,
+    encode_reward,
+    encode_session,
+    marks,
+)
+from rlagent.buffer.store import Transaction, Value
+from rlagent.errors import ConflictError, NotFoundError, StoreError
+from rlagent.trajectory import CallHead, kept_calls
+from rlagent.types import Call, Delivery, ParentRef, Reward, Session, SessionState
+
+# Most sessions that one listing returns: a page, not the database.
+MAX_LISTED: Final = 10_000
+
+
+def insert(tx: Transaction, session: Session, config: BufferConfig) -> None:
+    """A new open session. ConflictError if its id or key was ever used."""
+    if session.state != "open":
+        raise StoreError(f"session {session.session_id!r} must start open, not {session.state!r}")
+    if find(tx, session.session_id) is not None:
+        raise ConflictError(f"session {session.session_id!r} exists; use a new id")
+    if find_by_key(tx, session.key_hash) is not None:
+        raise ConflictError("this api key was used by another session; one key is one episode, use a new key")
+    groups.join(tx, session, config)
+    tx.run(
+        f"INSERT INTO sessions ({SESSION_COLUMNS}, unit_id) VALUES ({marks(SESSION_COLUMNS)}, ?)",
+        *encode_session(session),
+        session.group_id if session.train else None,
+    )
+
+
+def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...]) -> None:
+    """A call of an open session, whose parent is recorded and whose prompt length adds up."""
+    _need_open(tx, call.session_id)
+    length = len(call.prompt_suffix)
+    if call.parent is not None:
+        found = tx.row(
+            "SELECT head FROM calls WHERE call_id = ? AND session_id = ? AND position < ?",
+            call.parent.call_id,
+            call.session_id,
+            call.index,
+        )
+        if found is None:
+            raise StoreError(
+                f"call {call.call_id}: its parent {call.parent.call_id} is not an earlier call of this session"
+            )
+        head = orjson.loads(found[0])
+        if not 0 <= call.parent.choice < len(head["choices"]):
+            raise StoreError(
+                f"call {call.call_id}: its parent has {len(head['choices'])} choices, not number {call.parent.choice}"
+            )
+        length += head["prompt_len"] + head["choices"][call.parent.choice]["length"]
+    if length != call.prompt_len:
+        raise StoreError(f"call {call.call_id}: prompt_len is {call.prompt_len}, its pieces add up to {length}")
+    if tx.row("SELECT 1 FROM calls WHERE call_id = ?", call.call_id) is not None:
+        raise ConflictError(f"call {call.call_id} is recorded already")
+    tx.run(f"INSERT INTO calls ({CALL_COLUMNS}) VALUES ({marks(CALL_COLUMNS)})", *values)
+
+
+def mark(tx: Transaction, call_id: str, delivery: Delivery) -> None:
+    """Note what became of a call's answer.
+
+    Does nothing once the session is sealed, or for a call that was never recorded.
+    """
+    tx.run(
+        "UPDATE calls SET delivery = ? WHERE call_id = ? AND EXISTS "
+        "(SELECT 1 FROM sessions WHERE sessions.session_id = calls.session_id AND sessions.state = 'open')",
+        delivery,
+        call_id,
+    )
+
+
+def add_reward(tx: Transaction, session_id: str, reward: Reward) -> None:
+    """Add components and per-call rewards to those of an open session."""
+    session = _need_open(tx, session_id)
+    for call_id in reward.calls:
+        if tx.row("SELECT 1 FROM calls WHERE call_id = ? AND session_id = ?", call_id, session_id) is None:
+            raise NotFoundError(f"session {session_id!r} has no call {call_id!r} to reward")
+    total = encode_reward(add_rewards(session.reward, reward))
+    tx.run("UPDATE sessions SET reward = ? WHERE session_id = ?", total, session_id)
+
+
+def finish(
+    tx: Transaction, session_id: str, *, status: str, reward: Reward | None, now: float, config: BufferConfig
+) -> tuple[Session, bool]:
+    """Seal a session.
+
+    The same body again gives the same answer; another is a ConflictError. Second: whether a unit became ready.
+    """
+    body = f"{status} {encode_reward(reward)}"
+    session = _need(tx, session_id)
+    if session.state != "open":
+        found = tx.row("SELECT finish FROM sessions WHERE session_id = ?", session_id)
+        if found == (body,):
+            return session, False
+        raise ConflictError(
+            f"session {session_id!r} is already finished as {session.status!r}; its outcome cannot change"
+        )
+    if reward is not None:
+        session = replace(session, reward=reward)
+    state: SessionState = "sealed" if status == "completed" else "failed"
+    return seal(tx, session, state=state, status=status, now=now, config=config, body=body)
+
+
+def seal(
+    tx: Transaction,
+    session: Session,
+    *,
+    state: SessionState,
+    status: str,
+    now: float,
+    config: BufferConfig,
+    body: str | None = None,
+) -> tuple[Session, bool]:
+    """End an open session, note the versions of its trained tokens, and place it in its unit.
+
+    Second: whether a unit became ready.
+    """
+    session = replace(session, state=state, status=status, sealed_at=now)
+    versions = _trained_versions(tx, session)
+    tx.run(
+        "UPDATE sessions SET state = ?, status = ?, reward = ?, sealed_at = ?, finish = ?, versions = ? "
+        "WHERE session_id = ?",
+        state,
+        status,
+        encode_reward(session.reward),
+        now,
+        body,
+        orjson.dumps(versions).decode(),
+        session.session_id,
+    )
+    return session, groups.place(tx, session, trainable=bool(versions), config=config)
+
+
+def expire(tx: Transaction, now: float, config: BufferConfig) -> bool:
+    """Seal the open sessions whose time ran out. True if a unit became ready."""
+    ready = False
+    where = "WHERE state = 'open' AND expires_at <= ? ORDER BY expires_at, session_id"
+    for row in tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions {where}", now):
+        ready |= seal(tx, decode_session(row), state="expired", status="expired", now=now, config=config)[1]
+    return ready
+
+
+def interrupt_open(tx: Transaction, now: float, config: BufferConfig) -> int:
+    """Seal every open session as interrupted; how many."""
+    found = tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state = 'open'")
+    for row in found:
+        seal(tx, decode_session(row), state="failed", status="interrupted", now=now, config=config)
+    return len(found)
+
+
+def find(tx: Transaction, session_id: str) -> Session | None:
+    """A session by id."""
+    row = tx.row(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE session_id = ?", session_id)
+    return None if row is None else decode_session(row)
+
+
+def find_by_key(tx: Transaction, key_hash: str) -> Session | None:
+    """A session by the hash of its key."""
+    row = tx.row(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE key_hash = ?", key_hash)
+    return None if row is None else decode_session(row)
+
+
+def listed(tx: Transaction, state: SessionState | None, limit: int) -> list[Session]:
+    """The newest sessions first."""
+    limit = max(0, min(limit, MAX_LISTED))
+    where, values = ("", ()) if state is None else ("WHERE state = ?", (state,))
+    order = "ORDER BY created_at DESC, session_id DESC LIMIT ?"
+    return [
+        decode_session(row)
+        for row in tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions {where} {order}", *values, limit)
+    ]
+
+
+def calls_of(tx: Transaction, session_id: str) -> list[Call]:
+    """A session's calls in order of arrival."""
+    return [
+        decode_call(row)
+        for row in tx.rows(f"SELECT {CALL_COLUMNS} FROM calls WHERE session_id = ? ORDER BY position", session_id)
+    ]
+
+
+def encode(call: Call) -> tuple[Value, ...]:
+    """The values that insert_call stores; made outside the transaction, since it compresses."""
+    return encode_call(call)
+
+
+def _need(tx: Transaction, session_id: str) -> Session:
+    session = find(tx, session_id)
+    if session is None:
+        raise NotFoundError(f"there is no session {session_id!r}")
+    return session
+
+
+def _need_open(tx: Transaction, session_id: str) -> Session:
+    session = _need(tx, session_id)
+    if session.state != "open":
+        raise ConflictError(
+            f"session {session_id!r} is {session.state} ({session.status}) and takes nothing more; use a new session"
+        )
+    return session
+
+
+def _trained_versions(tx: Transaction, session: Session) -> list[int]:
+    """The versions of the tokens with loss mask True, read from the heads alone."""
+    if not session.train:
+        return []
+    columns = "call_id, position, parent_id, parent_choice, delivery, prompt_digest, head"
+    found = tx.rows(f"SELECT {columns} FROM calls WHERE session_id = ?", session.session_id)
+    kept = kept_calls(
+        CallHead(
+            call_id=call_id,
+            index=position,
+            parent=None if parent_id is None else ParentRef(call_id=parent_id, choice=choice),
+            delivery=delivery,
+            prompt=digest,
+        )
+        for call_id, position, parent_id, choice, delivery, digest, _ in found
+    )
+    return sorted(
+        {
+            version
+            for row in found
+            if row[0] in kept
+            for choice in orjson.loads(row[6])["choices"]
+            if choice["trainable"]
+            for version, start, end in choice["versions"]
+            if end > start
+        }
+    )

@@ -85,7 +85,8 @@ class Buffer:
     async def finish_session(self, session_id: str, *, status: str, reward: Reward | None) -> Session:
         """Seal a session.
 
-        A given reward replaces the total. The same body again gives the same answer, another a ConflictError.
+        A given reward replaces the total (per-call rewards stay). The same body again gives the same answer, another
+        a ConflictError.
         """
         now = self._clock()
         session, ready = await self._store.write(

@@ -93,9 +93,7 @@ def mark(tx: Transaction, call_id: str, delivery: Delivery) -> None:
 def add_reward(tx: Transaction, session_id: str, reward: Reward) -> None:
     """Add components and per-call rewards to those of an open session."""
     session = _need_open(tx, session_id)
-    for call_id in reward.calls:
-        if tx.row("SELECT 1 FROM calls WHERE call_id = ? AND session_id = ?", call_id, session_id) is None:
-            raise NotFoundError(f"session {session_id!r} has no call {call_id!r} to reward")
+    _need_calls(tx, session_id, reward)
     total = encode_reward(add_rewards(session.reward, reward))
     tx.run("UPDATE sessions SET reward = ? WHERE session_id = ?", total, session_id)
 
@@ -117,7 +115,9 @@ def finish(
             f"session {session_id!r} is already finished as {session.status!r}; its outcome cannot change"
         )
     if reward is not None:
-        session = replace(session, reward=reward)
+        _need_calls(tx, session_id, reward)
+        calls = {} if session.reward is None else dict(session.reward.calls)
+        session = replace(session, reward=replace(reward, calls={**calls, **reward.calls}))
     state: SessionState = "sealed" if status == "completed" else "failed"
     return seal(tx, session, state=state, status=status, now=now, config=config, body=body)
 
@@ -219,6 +219,12 @@ def _need_open(tx: Transaction, session_id: str) -> Session:
             f"session {session_id!r} is {session.state} ({session.status}) and takes nothing more; use a new session"
         )
     return session
+
+
+def _need_calls(tx: Transaction, session_id: str, reward: Reward) -> None:
+    for call_id in reward.calls:
+        if tx.row("SELECT 1 FROM calls WHERE call_id = ? AND session_id = ?", call_id, session_id) is None:
+            raise NotFoundError(f"session {session_id!r} has no call {call_id!r} to reward")
 
 
 def _trained_versions(tx: Transaction, session: Session) -> list[int]:

@@ -1,0 +1,166 @@
+"""Runs microbatches through the model by megatron's pipeline schedules: scoring without gradients, and
+forward-backward with the loss.
+
+The head is applied here to the hidden states of scored tokens only, so that neither unscored logits nor a whole
+batch's logits exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlagent.kernels.logprob import linear_logprob
+from rlagent.trainer.config import LearnerConfig
+from rlagent.trainer.loss import LossInput, policy_loss
+from rlagent.trainer.microbatch import IGNORED, Microbatch
+from rlagent.trainer.model import megatron
+from rlagent.trainer.model.build import PolicyModel
+from rlagent.trainer.model.rows import gather_rows
+from rlagent.trainer.parallel import ParallelPlan
+
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A microbatch with what was scored before its update; None takes the loss's own default (see `_loss_input`)."""
+
+    microbatch: Microbatch
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+class _GatherScores(torch.autograd.Function):
+    """[p] scores of each context rank to all [S] of them on every rank; each rank keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, slots: Tensor, num_scored: int, group: Any) -> Tensor:
+        ctx.save_for_backward(slots)
+        whole = own.new_zeros(num_scored + 1)  # the last slot takes the dummies
+        whole[slots] = own
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grads[0][slots], None, None, None
+
+
+def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> tuple[Tensor, Tensor]:
+    """Hidden states [t, 1, H] of the last stage -> logprobs [S] and entropies [S] of the scored tokens, fp32."""
+    if plan.config.sequence:
+        hidden = megatron.tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False
+        )
+    logprobs, entropy = linear_logprob(
+        gather_rows(hidden.squeeze(1), microbatch.predictors),
+        model.head_weight(),
+        microbatch.targets,
+        temperature=microbatch.temperature,
+        ignore_index=IGNORED,
+        return_entropy=True,
+        tp_group=plan.tensor_group if plan.config.tensor > 1 else None,
+    )
+    assert entropy is not None
+    if microbatch.slots is None:
+        return logprobs, entropy
+    keep = max(microbatch.num_scored, 1)
+    gathered = [
+        _GatherScores.apply(values, microbatch.slots, microbatch.num_scored, plan.context_group)[:keep]  # type: ignore[no-untyped-call]
+        for values in (logprobs, entropy)
+    ]
+    return gathered[0], gathered[1]
+
+
+def _unwrap(model: Any) -> PolicyModel:
+    inner: PolicyModel = getattr(model, "module", model)
+    return inner
+
+
+def _hidden(model: Any, microbatch: Microbatch) -> Tensor:
+    hidden: Tensor = model(microbatch.token_ids, microbatch.position_ids, None, packed_seq_params=microbatch.rows)
+    return hidden
+
+
+def _run(step: Any, items: Sequence[Any], model: Any, **options: Any) -> list[Any]:
+    """Megatron's schedule over the items; answers what the last stage collected of each, in order."""
+    collected: list[Any] = megatron.get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(items),
+        model=model,
+        num_microbatches=len(items),
+        seq_length=1,  # not used: stages exchange the shape of each microbatch
+        micro_batch_size=1,
+        **options,
+    )
+    return collected
+
+
+@torch.no_grad()
+def score_all(model: Any, microbatches: Sequence[Microbatch], plan: ParallelPlan) -> list[Tensor]:
+    """Logprobs [S] of each microbatch on the last stage; an empty list on the others."""
+
+    def step(items: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
+        microbatch = next(items)
+
+        def collect(hidden: Tensor, non_loss_data: bool = False) -> Tensor:
+            assert non_loss_data
+            return score(_unwrap(chunk), hidden, microbatch, plan)[0]
+
+        return _hidden(chunk, microbatch), collect
+
+    return _run(step, microbatches, model, forward_only=True, collect_non_loss_data=True)
+
+
+def _loss_input(work: Work, logprobs: Tensor, entropy: Tensor, config: LearnerConfig) -> LossInput:
+    """Without logprobs from before the update they are the engine's (old_logprobs = "rollout"), or those of this
+    very forward: a step's only update is made by the policy that it scores, so the ratio is exactly 1.
+    """
+    streams = work.microbatch.streams
+    old = work.old_logprobs
+    if old is None:
+        old = streams.rollout_logprobs if config.old_logprobs == "rollout" else logprobs.detach()
+    return LossInput(
+        logprobs=logprobs,
+        old_logprobs=old,
+        rollout_logprobs=streams.rollout_logprobs,
+        ref_logprobs=work.ref_logprobs,
+        entropy=entropy,
+        advantages=streams.advantages,
+        weight=streams.weight,
+        loss_mask=streams.loss_mask,
+        rollout_index=streams.rollout_index,
+    )
+
+
+def forward_backward(model: Any, works: Sequence[Work], plan: ParallelPlan, config: LearnerConfig) -> list[Stats]:
+    """Add the gradients of all microbatches to the model's buffers, summed over all ranks; the last stage answers
+    their statistics.
+    """
+
+    def step(items: Iterator[Work], chunk: Any) -> tuple[Tensor, Any]:
+        work = next(items)
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Stats]:
+            logprobs, entropy = score(_unwrap(chunk), hidden, work.microbatch, plan)
+            output = policy_loss(_loss_input(work, logprobs, entropy, config), config.loss, config.correction)
+            # Megatron divides by this count at the end, which `sum_gradients` prevents: weights are in the loss
+            # already.
+            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output.stats
+
+        return _hidden(chunk, work.microbatch), loss
+
+    return _run(step, works, model, forward_only=False)
+
+
+def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Megatron's finalisation without its division by a token count: gradients are sums over ranks and microbatches."""
+    del num_tokens
+    megatron.finalize_model_grads(model, None, **groups)

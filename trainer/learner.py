@@ -1,0 +1,261 @@
+"""One rank of the learner: a Megatron-core policy, its optimizer, and the step that a driver calls on all ranks in
+the same order.
+
+A step takes the whole Batch on every rank; each data-parallel rank trains on its share. The objective is sum(weight
+* loss) over all tokens of all ranks, so gradients are summed, never averaged: no layout or microbatch split changes
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlagent.errors import CheckpointError
+from rlagent.trainer import checkpoint, parallel, weights
+from rlagent.trainer.batch import split
+from rlagent.trainer.config import LearnerConfig, ParallelConfig
+from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients
+from rlagent.trainer.metrics import reduce
+from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
+from rlagent.trainer.model import megatron
+from rlagent.trainer.model.architecture import read_architecture
+from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
+from rlagent.trainer.optimizer import PolicyOptimizer, learning_rate
+from rlagent.trainer.plan import plan as plan_microbatches
+from rlagent.types import Batch, Float32Array
+
+RNG_TENSOR = "rng/torch"
+
+
+def use_cuda(config: LearnerConfig) -> bool:
+    """Whether this learner runs on GPUs."""
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+class Learner:
+    """One per rank. Every method is called on all ranks, in the same order, with the same arguments."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        parallel_config: ParallelConfig,
+        model_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        master_port: int,
+        seed: int,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.model_dir = Path(model_dir)
+        self.total_steps = total_steps
+        self.num_steps = 0
+        self.arch = read_architecture(self.model_dir)
+        check_layout(self.arch, parallel_config)
+        cuda = use_cuda(config)
+        if not cuda:
+            torch.set_num_threads(config.threads)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.plan = parallel.initialize(
+            parallel_config, rank=rank, world_size=world_size, master_port=master_port, cuda=cuda, seed=seed
+        )
+        self.inverse_frequencies = self.arch.inverse_frequencies().to(self.plan.device)
+        policy = self._load_model()
+        self.reference = self._load_model() if config.loss.kl_coef > 0 else None
+        policy.config.finalize_model_grads_func = sum_gradients
+        self.model = megatron.DistributedDataParallel(
+            policy.config, megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy
+        )
+        self.optimizer = PolicyOptimizer(config.optimizer, self.model, dtype=self.dtype)
+
+    def _load_model(self) -> PolicyModel:
+        model = build_model(
+            self.arch,
+            self.plan.config,
+            stage=self.plan.pipeline_rank,
+            dtype=self.dtype,
+            recompute=self.config.recompute == "full",
+            cuda=self.plan.device.type == "cuda",
+        )
+        weights.load_hf(model, self.arch, self.model_dir, self.plan)
+        return model
+
+    def _microbatches(self, batch: Batch) -> list[Microbatch]:
+        """This rank's share of a batch."""
+        shares = plan_microbatches(
+            np.diff(batch.cu_seqlens), budget=self.config.batch.tokens, ranks=self.plan.config.data
+        )
+        return [
+            make_microbatch(batch, list(rows), self.plan, self.inverse_frequencies, self.dtype)
+            for rows in shares[self.plan.data_rank]
+        ]
+
+    def _works(self, microbatches: Sequence[Microbatch], *, score_old: bool) -> list[Work]:
+        """Score what the loss needs of the policies before the update."""
+        old = score_all(self.model, microbatches, self.plan) if score_old else []
+        ref = score_all(self.reference, microbatches, self.plan) if self.reference is not None else []
+        return [
+            Work(
+                microbatch=microbatch,
+                old_logprobs=old[number] if old else None,
+                ref_logprobs=ref[number] if ref else None,
+            )
+            for number, microbatch in enumerate(microbatches)
+        ]
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """All updates of one step. Metrics are equal on all ranks. Raises LearnerError for a batch or gradient that
+        cannot be used.
+        """
+        started = time.perf_counter()
+        check_batch(batch, self.arch.vocab_size)
+        updates = self.config.batch.updates
+        parts = split(batch, updates) if updates > 1 else [batch]
+        score_old = len(parts) > 1 and self.config.old_logprobs == "recompute"
+        works = [self._works(self._microbatches(part), score_old=score_old) for part in parts]
+        scored = time.perf_counter()
+        rate = learning_rate(self.config.optimizer, self.num_steps, self.total_steps)
+        stats: list[Stats] = []
+        norms = []
+        for update in works:
+            self.optimizer.zero_grad()
+            stats += forward_backward(self.model, update, self.plan, self.config)
+            norms.append(self.optimizer.step(rate))
+        self.num_steps += 1
+        return {
+            **reduce(self._sum_stats(stats), batch.num_sampled),
+            "grad_norm": float(np.mean(norms)),
+            "lr": rate,
+            "updates": float(len(works)),
+            "microbatches": float(sum(len(update) for update in works)),
+            "tokens": float(batch.num_tokens),
+            "score_s": scored - started,
+            "update_s": time.perf_counter() - scored,
+        }
+
+    def _sum_stats(self, stats: list[Stats]) -> Stats:
+        """Statistics of all microbatches of all ranks, added (or the largest taken) in one fixed order, so equal on
+        all ranks.
+        """
+        local: dict[str, float] = {}
+        if self.plan.counts:
+            for one in stats:
+                for name, value in one.items():
+                    number = float(value)
+                    local[name] = _combine(name, local[name], number) if name in local else number
+        gathered: list[dict[str, float]] = [local]
+        if self.plan.world_size > 1:
+            gathered = [{} for _ in range(self.plan.world_size)]
+            dist.all_gather_object(gathered, local)
+        total: dict[str, float] = {}
+        for part in gathered:
+            for name, number in part.items():
+                total[name] = _combine(name, total[name], number) if name in total else number
+        return {name: torch.tensor(number, dtype=torch.float64) for name, number in total.items()}
+
+    def logprobs(self, batch: Batch) -> Float32Array:
+        """The current policy's logprobs [N] of the sampled tokens, 0 elsewhere; the same on all ranks."""
+        check_batch(batch, self.arch.vocab_size)
+        microbatches = self._microbatches(batch)
+        scores = score_all(self.model, microbatches, self.plan)
+        found = torch.zeros(batch.num_tokens, device=self.plan.device)
+        if self.plan.counts:
+            for microbatch, values in zip(microbatches, scores, strict=True):
+                found[torch.from_numpy(microbatch.origin).to(found.device)] = values[: microbatch.num_scored]
+        if self.plan.world_size > 1:
+            dist.all_reduce(found)
+        answer: Float32Array = found.cpu().numpy()
+        return answer
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) in a fixed order on rank 0; the others yield nothing, but must be
+        iterated to the end too.
+        """
+        return weights.export(self.model.module, self.arch, self.plan, dtype)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write the policy as a directory that transformers loads. It appears whole, in place of an older one."""
+        named = self.export_weights()
+        if self.plan.rank:
+            for _ in named:
+                pass
+        else:
+            weights.write_hf(named, self.model_dir, checkpoint.begin(directory))
+            checkpoint.commit(directory)
+        dist.barrier()
+
+    def _shard_name(self) -> str:
+        return f"tensor{self.plan.tensor_rank}-pipeline{self.plan.pipeline_rank}.safetensors"
+
+    def _layout(self) -> dict[str, int]:
+        return {"tensor": self.plan.config.tensor, "pipeline": self.plan.config.pipeline}
+
+    def _identity(self) -> dict[str, Any]:
+        return {**asdict(self.arch), "dtype": self.config.dtype}
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of weights, optimizer, schedule and RNG with the loop's own `extra`. It appears whole
+        or not at all.
+        """
+        if self.plan.rank == 0:
+            checkpoint.begin(directory)
+        dist.barrier()
+        written = None
+        if self.plan.is_replica_leader:
+            path = checkpoint.partial_directory(directory) / self._shard_name()
+            tensors = {name: tensor.contiguous().cpu() for name, tensor in self.optimizer.tensors().items()}
+            save_file({**tensors, RNG_TENSOR: torch.get_rng_state()}, path)
+            written = checkpoint.record(path)
+        records: list[checkpoint.FileRecord | None] = [None] * self.plan.world_size
+        dist.all_gather_object(records, written)
+        if self.plan.rank == 0:
+            manifest = checkpoint.Manifest(
+                step=self.num_steps,
+                layout=self._layout(),
+                model=self._identity(),
+                config_digest=hashlib.sha256(self.config.model_dump_json().encode()).hexdigest(),
+                files=tuple(one for one in records if one is not None),
+                extra=extra,
+            )
+            checkpoint.write_manifest(checkpoint.partial_directory(directory), manifest)
+            checkpoint.commit(directory)
+        dist.barrier()
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Restore a checkpoint and answer its `extra`. Raises CheckpointError where it is damaged, of another model
+        or another layout.
+        """
+        manifest = checkpoint.read_manifest(directory)
+        if manifest.layout != self._layout():
+            raise CheckpointError(
+                f"{directory} was saved with parallel {dict(manifest.layout)}, not {self._layout()}; "
+                "set parallel.tensor and parallel.pipeline as they were, or start from its Hugging Face export"
+            )
+        if manifest.model != self._identity():
+            raise CheckpointError(f"{directory} is a checkpoint of another model or dtype than {self.model_dir}")
+        tensors = load_file(checkpoint.checked_file(directory, manifest, self._shard_name()))
+        torch.set_rng_state(tensors.pop(RNG_TENSOR))
+        self.optimizer.restore(tensors)
+        self.num_steps = manifest.step
+        dist.barrier()
+        return dict(manifest.extra)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.destroy()
+
+
+def _combine(name: str, left: float, right: float) -> float:
+    return max(left, right) if name.startswith("max:") else left + right

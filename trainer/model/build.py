@@ -1,0 +1,174 @@
+"""Builds the learner's GPTModel for one rank from an Architecture. Its output is hidden states: the head runs in
+`linear_logprob`.
+
+Invariant: the same Architecture gives the same function of tokens on every layout; layouts only cut it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from rlagent.errors import LearnerError
+from rlagent.trainer.config import ParallelConfig
+from rlagent.trainer.model.architecture import Architecture
+from rlagent.trainer.model.attention import PackedAttention
+from rlagent.trainer.model.megatron import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from rlagent.trainer.model.norm import RMSNorm
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel whose last stage answers hidden states [t, 1, H], so that logits of a whole batch never exist."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        """This rank's shard [V / tensor, H] of the output matrix; on the last stage only."""
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return weight
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """Layers of each pipeline stage; earlier stages take the remainder, as the last one also has the head.
+
+    >>> stage_layers(3, 2)
+    [range(0, 2), range(2, 3)]
+    """
+    base, extra = divmod(num_layers, stages)
+    starts = [stage * base + min(stage, extra) for stage in range(stages + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(starts)]
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise LearnerError where the model cannot be cut so."""
+    for name, count in (
+        ("attention heads", arch.num_heads),
+        ("key/value heads", arch.num_groups),
+        ("ffn size", arch.ffn_size),
+    ):
+        if count % parallel.tensor:
+            raise LearnerError(
+                f"parallel.tensor = {parallel.tensor} does not divide the model's {count} {name}; choose a divisor"
+            )
+    if arch.num_layers < parallel.pipeline:
+        raise LearnerError(f"parallel.pipeline = {parallel.pipeline} is more than the model's {arch.num_layers} layers")
+    if parallel.expert != 1:
+        raise LearnerError(f"parallel.expert = {parallel.expert}: the model is dense; set it to 1")
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool
+) -> Any:
+    """Megatron's own settings. Every fusion that needs Transformer Engine or Apex is off."""
+    layout = [["decoder"] * len(layers) for layers in stage_layers(arch.num_layers, parallel.pipeline)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_groups,
+        kv_channels=arch.head_size,
+        ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not cuda,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=layout if parallel.pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        sequence_parallel=parallel.sequence,
+        variable_seq_lengths=parallel.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # a dense model has none; variable_seq_lengths asks for it
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+
+
+def layer_spec(arch: Architecture, *, cuda: bool) -> tuple[Any, Any]:
+    """The layer's spec and the final norm: Transformer Engine's where it is installed beside a GPU, else megatron's
+    local one with our norm.
+    """
+    if cuda and importlib.util.find_spec("transformer_engine") is not None:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec, TENorm
+    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec, RMSNorm
+
+
+def build_model(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    *,
+    stage: int,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    cuda: bool = False,
+) -> PolicyModel:
+    """This rank's part of the model, its weights not yet set. The process groups must exist
+    (`rlagent.trainer.parallel`).
+    """
+    check_layout(arch, parallel)
+    config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, cuda=cuda)
+    spec, final_norm = layer_spec(arch, cuda=cuda)
+    num_layers = len(stage_layers(arch.num_layers, parallel.pipeline)[stage])
+    model = PolicyModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=final_norm),
+        vocab_size=padded_vocab(arch.vocab_size, parallel.tensor),
+        max_sequence_length=arch.max_positions,
+        pre_process=stage == 0,
+        post_process=stage == parallel.pipeline - 1,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="none",
+    )
+    return model.cuda() if cuda else model

@@ -1,0 +1,197 @@
+"""Weights in and out of the learner: from a Hugging Face directory, to full tensors on rank 0, to a directory
+transformers loads.
+
+Every rank walks the same list of rules (`rlagent.trainer.weight_map`) in the same order, so collectives and sends
+pair up.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlagent.errors import LoadError
+from rlagent.trainer.model.architecture import Architecture, read_config
+from rlagent.trainer.model.build import PolicyModel, stage_layers
+from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.weight_map import Rule, join, rules, shapes, split
+
+MAX_SHARD_BYTES: Final = 5 * 10**9
+"""Size at which a new safetensors file is begun; the Hub's own habit."""
+WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def stages_of(arch: Architecture, rule: Rule, num_stages: int) -> list[int]:
+    """The pipeline stages that hold a rule's parameter; the first is the one that exports it. Tied embeddings stand
+    on two.
+    """
+    last = num_stages - 1
+    if rule.place == "embedding":
+        return [0, last] if arch.tied and last else [0]
+    if rule.place == "layer":
+        return [stage for stage, layers in enumerate(stage_layers(arch.num_layers, num_stages)) if rule.layer in layers]
+    return [last]
+
+
+def local_parameter(model: PolicyModel, arch: Architecture, rule: Rule, plan: ParallelPlan) -> Tensor | None:
+    """The parameter of this rank that a rule describes, or None if another stage holds it."""
+    if plan.pipeline_rank not in stages_of(arch, rule, plan.config.pipeline):
+        return None
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    names: tuple[str, ...] = rule.local
+    if rule.place == "layer":
+        first = stage_layers(arch.num_layers, plan.config.pipeline)[plan.pipeline_rank].start
+        names = tuple(f"decoder.layers.{rule.layer - first}.{name}" for name in names)
+    elif rule.place == "embedding" and not plan.is_first_stage:
+        names = ("output_layer.weight",)
+    found = [named[name] for name in names if name in named]
+    assert len(found) == 1, f"{names} in {sorted(named)}"
+    return found[0]
+
+
+class _Directory:
+    """The tensors of a Hugging Face directory, read one at a time."""
+
+    def __init__(self, model_dir: Path) -> None:
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            raise LoadError(f"{model_dir} has no *.safetensors; convert the model to safetensors first")
+        self.model_dir = model_dir
+        self.files: dict[str, Any] = {}
+        try:
+            for path in files:
+                opened = safe_open(path, framework="pt")
+                self.files |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{path} cannot be read: {error}") from error
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.files:
+            raise LoadError(f"{self.model_dir} has no tensor {name!r}, which its config.json calls for")
+        tensor: Tensor = self.files[name].get_tensor(name)
+        if tensor.shape != shape:
+            raise LoadError(f"{self.model_dir}: {name!r} is {tuple(tensor.shape)}, but config.json makes it {shape}")
+        return tensor
+
+
+def load_hf(model: PolicyModel, arch: Architecture, model_dir: Path, plan: ParallelPlan) -> None:
+    """Set every parameter of this rank from a Hugging Face directory. Raises LoadError for a missing or misshapen
+    tensor.
+    """
+    directory = _Directory(model_dir)
+    unset = {id(parameter) for parameter in model.parameters()}
+    for rule in rules(arch):
+        parameter = local_parameter(model, arch, rule, plan)
+        if parameter is None:
+            continue
+        tensors = [directory.read(name, shape) for name, shape in zip(rule.hf, shapes(arch, rule), strict=True)]
+        shard = split(arch, rule, tensors, size=plan.config.tensor, rank=plan.tensor_rank)
+        with torch.no_grad():
+            parameter.copy_(shard)
+        unset.discard(id(parameter))
+    assert not unset, "a parameter of the model has no rule"
+
+
+def _gather(parameter: Tensor, rule: Rule, plan: ParallelPlan) -> list[Tensor]:
+    """The parameter's shards of all tensor-parallel ranks."""
+    own = parameter.detach().contiguous()
+    if plan.config.tensor == 1 or rule.kind == "replicated":
+        return [own]
+    shards = [torch.empty_like(own) for _ in range(plan.config.tensor)]
+    dist.all_gather(shards, own, group=plan.tensor_group)
+    return shards
+
+
+def export(
+    model: PolicyModel, arch: Architecture, plan: ParallelPlan, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) in a fixed order on rank 0; other ranks yield nothing but must be drained.
+
+    The tensors may share memory with the model unless a dtype other than its own is asked for.
+    """
+    if not plan.is_replica_leader:
+        return
+    model_dtype = next(model.parameters()).dtype
+    for rule in rules(arch):
+        owner = stages_of(arch, rule, plan.config.pipeline)[0]
+        tensors: list[Tensor] = []
+        if plan.pipeline_rank == owner:
+            parameter = local_parameter(model, arch, rule, plan)
+            assert parameter is not None
+            tensors = [tensor.contiguous() for tensor in join(arch, rule, _gather(parameter, rule, plan))]
+        if owner and plan.tensor_rank == 0 and plan.pipeline_rank == owner:
+            for tensor in tensors:
+                dist.send(tensor, dst=0)
+        if plan.rank:
+            continue
+        if owner:
+            tensors = [torch.empty(shape, dtype=model_dtype, device=plan.device) for shape in shapes(arch, rule)]
+            for tensor in tensors:
+                dist.recv(tensor, src=plan.stage_leader(owner))
+        for name, tensor in zip(rule.hf, tensors, strict=True):
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _write_shards(named: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+    """model.safetensors, or model-00001-of-0000n.safetensors with an index."""
+    parts: list[Path] = []
+    index: dict[str, int] = {}
+    total = pending_bytes = 0
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        path = directory / f"part-{len(parts)}.safetensors"
+        save_file(pending, path, metadata={"format": "pt"})
+        index.update(dict.fromkeys(pending, len(parts)))
+        parts.append(path)
+        pending.clear()
+
+    for name, tensor in named:
+        size = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + size > MAX_SHARD_BYTES:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor.detach().cpu().clone()
+        pending_bytes += size
+        total += size
+    flush()
+    if len(parts) == 1:
+        parts[0].rename(directory / "model.safetensors")
+        return
+    names = [f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
+    for path, file_name in zip(parts, names, strict=True):
+        path.rename(directory / file_name)
+    weight_map = {name: names[part] for name, part in index.items()}
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+
+
+def write_hf(named: Iterable[tuple[str, Tensor]], source_dir: Path, directory: Path) -> None:
+    """Write tensors as a Hugging Face directory; config, tokenizer and the rest are the source model's, with the
+    dtype corrected.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    dtypes: set[torch.dtype] = set()
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            dtypes.add(tensor.dtype)
+            yield name, tensor
+
+    _write_shards(watched(), directory)
+    for path in sorted(source_dir.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
+            shutil.copyfile(path, directory / path.name)
+    config = read_config(source_dir)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

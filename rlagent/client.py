@@ -54,6 +54,10 @@ class SessionHandle:
             "ANTHROPIC_API_KEY": self.api_key,
         }
 
+    def to_json(self) -> dict[str, str]:
+        """Plain JSON; SessionHandle(**body) is the inverse, in another process."""
+        return {"session_id": self.session_id, "base_url": self.base_url, "api_key": self.api_key}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTicket:

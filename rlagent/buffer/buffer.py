@@ -35,6 +35,7 @@ class Buffer:
         self._clock = clock
         self._policy: PolicyVersion | None = None
         self._snapshot: PolicyVersion | None = None
+        self._closing = False
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -50,6 +51,7 @@ class Buffer:
 
     async def close(self) -> None:
         """Commit what is pending and close the database. Leases that wait end with None."""
+        self._closing = True
         self._announce()
         await self._store.close()
 
@@ -143,7 +145,7 @@ class Buffer:
             raise StoreError(f"num_groups is {num_groups}; a lease takes at least 1 group")
         loop = asyncio.get_running_loop()
         end = loop.time() + wait_s
-        while True:
+        while not self._closing:
             changed = self._changed
             slip = await self._store.write(self._take(num_groups, step))
             if slip is not None:
@@ -152,7 +154,8 @@ class Buffer:
                 async with asyncio.timeout_at(end):
                     await asyncio.shield(changed)
             except TimeoutError:
-                return None
+                break
+        return None
 
     def _take(self, num_groups: int, step: int) -> Callable[[Transaction], LeaseSlip | None]:
         lease_id, now = f"lease-{uuid.uuid4().hex}", self._clock()

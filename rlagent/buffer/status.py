@@ -50,6 +50,7 @@ class BufferStatus:
     depth: int
     step: int
     newest_version: int  # the highest number given out, committed or not
+    newest_group: str | None  # the greatest id, in text order, of all groups that ever were; None without groups
 
     def count(self, event: str, reason: str | None = None) -> int:
         """Sum of the ledger's counters of an event, of one reason or of all."""
@@ -88,6 +89,7 @@ def read(tx: Transaction) -> BufferStatus:
         depth=-1 if current is None else current.depth,
         step=-1 if current is None else current.step,
         newest_version=_number(tx, "SELECT COALESCE(MAX(version), -1) FROM policies"),
+        newest_group=_first(tx, "SELECT MAX(unit_id) FROM units WHERE ungrouped = 0"),
     )
 
 
@@ -115,6 +117,10 @@ def _incomplete(tx: Transaction) -> list[IncompleteGroup]:
 
 
 def _number(tx: Transaction, sql: str) -> int:
+    return int(_first(tx, sql))
+
+
+def _first(tx: Transaction, sql: str) -> Any:
     found = tx.row(sql)
     assert found is not None
-    return int(found[0])
+    return found[0]

@@ -1,0 +1,217 @@
+"""kill -9 at random moments: nothing acknowledged is lost, and every group is consumed exactly once along the lineage.
+
+A child process works on the buffer (agents and a learner at once) and writes a line for each thing that returned. The
+parent kills it after a random number of lines, reopens the buffer, compares, and lets the next child go on from a
+random checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlagent.buffer import Buffer
+from rlagent.buffer.config import BufferConfig
+from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
+
+CONFIG = BufferConfig.model_validate({"max_staleness": 10_000})
+NUM_AGENTS = 4
+NUM_TURNS = 2
+ROUNDS = 5
+
+
+def make_call(session_id: str, index: int, version: int) -> Call:
+    """Turn `index` of a session: 3 prompt ids and 2 sampled ones, all derived from the names."""
+    ids = np.arange(2, dtype=np.int32) + 10 * index
+    return Call(
+        call_id=f"{session_id}.{index}",
+        session_id=session_id,
+        index=index,
+        dialect="chat",
+        model="policy",
+        parent=ParentRef(call_id=f"{session_id}.{index - 1}", choice=0) if index else None,
+        origin="extended" if index else "fresh",
+        reason="",
+        prompt_suffix=np.full(3, index, np.int32),
+        prompt_len=5 * index + 3,
+        choices=(
+            Choice(
+                output_ids=ids,
+                logprobs=-np.ones(2, np.float32),
+                versions=(VersionSpan(version=version, start=0, end=2),),
+                finish_reason="stop",
+            ),
+        ),
+        sampling=Sampling(),
+        messages=b"",
+        served=b"",
+        started_at=0.0,
+        finished_at=0.0,
+    )
+
+
+async def agent(buffer: Buffer, name: str) -> None:
+    """Episodes without end, two to a group."""
+    for number in range(10_000):
+        group = f"{name}-{number}"
+        for member in ("a", "b"):
+            session_id = f"{group}-{member}"
+            session = Session(session_id=session_id, key_hash=session_id, group_id=group, group_size=2)
+            await buffer.open_session(session)
+            for turn in range(NUM_TURNS):
+                await buffer.record_call(make_call(session_id, turn, buffer.policy().version))
+                print("call", session_id, turn, flush=True)
+                buffer.mark_delivered(f"{session_id}.{turn}")
+            await buffer.finish_session(session_id, status="completed", reward=Reward(components={"r": 1.0}))
+            print("finish", session_id, flush=True)
+        print("group", group, flush=True)
+
+
+async def learner(buffer: Buffer) -> None:
+    """Lease, consume, publish, without end."""
+    for step in range(10_000):
+        lease = await buffer.lease(num_groups=2, step=step, wait_s=60.0)
+        assert lease is not None
+        print("lease", lease.lease_id, *(group.group_id for group in lease.groups), flush=True)
+        print("consume", lease.lease_id, await buffer.consume(lease.lease_id, step=step), flush=True)
+        begun = await buffer.begin_publish(step=step, parent=buffer.policy().version)
+        print("begin", begun.version, flush=True)
+        policy = await buffer.commit_publish(begun.publish_id, checksum="", snapshot=None)
+        print("commit", policy.version, flush=True)
+
+
+async def work(path: Path, name: str, cursor: int, version: int) -> None:
+    buffer = await Buffer.open(path, CONFIG)
+    await buffer.ensure_initial(checksum="", snapshot="model")
+    await buffer.restore(cursor=cursor, version=version)
+    print("restored", flush=True)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(learner(buffer))
+        for number in range(NUM_AGENTS):
+            group.create_task(agent(buffer, f"{name}-{number}"))
+
+
+@dataclass
+class Ledger:
+    """What the children said was done."""
+
+    calls: set[tuple[str, int]] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    leases: dict[str, list[str]] = field(default_factory=dict)
+    consumed: dict[int, tuple[int, list[str]]] = field(default_factory=dict)  # number -> (the one before, groups)
+    versions: list[int] = field(default_factory=list)
+    checkpoints: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    head: int = 0
+    version: int = 0
+
+    def restored(self, cursor: int, version: int) -> None:
+        self.head, self.version = cursor, version
+        self.leases.clear()
+
+    def consume(self, lease_id: str, number: int) -> None:
+        self.consumed[number] = (self.head, self.leases.pop(lease_id))
+        self.head = number
+        self.checkpoints.append((number, self.version))
+
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            match line.split():
+                case ["call", session_id, turn]:
+                    self.calls.add((session_id, int(turn)))
+                case ["finish", session_id]:
+                    self.finished.add(session_id)
+                case ["group", group]:
+                    self.groups.add(group)
+                case ["lease", lease_id, *groups]:
+                    self.leases[lease_id] = groups
+                case ["consume", lease_id, number]:
+                    self.consume(lease_id, int(number))
+                case ["begin", version]:
+                    self.versions.append(int(version))
+                case ["commit", version]:
+                    self.version = int(version)
+
+    def trained_along_the_lineage(self) -> list[str]:
+        found: list[str] = []
+        number = self.head
+        while number != 0:
+            number, groups = self.consumed[number]
+            found += groups
+        return found
+
+
+def run_and_kill(path: Path, name: str, checkpoint: tuple[int, int], num_lines: int) -> list[str]:
+    """The complete lines of a child that was killed after it wrote `num_lines` of them."""
+    command = [sys.executable, __file__, str(path), name, *map(str, checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(num_lines)]
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read()
+    assert child.returncode == -signal.SIGKILL, "the child ended by itself"
+    lines += rest.splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
+
+
+async def check(buffer: Buffer, said: Ledger) -> None:
+    """Everything that was acknowledged is there, and what was in flight is whole or absent."""
+    for session_id in {session_id for session_id, _ in said.calls}:
+        calls = await buffer.calls(session_id)
+        assert {(session_id, call.index) for call in calls} >= {c for c in said.calls if c[0] == session_id}
+        for call in calls:
+            wanted = make_call(session_id, call.index, 0)
+            assert call.choices[0].output_ids.tolist() == wanted.choices[0].output_ids.tolist()
+            assert call.prompt_suffix.tolist() == wanted.prompt_suffix.tolist()
+    for session_id in said.finished:
+        session = await buffer.session(session_id)
+        assert session is not None
+        assert session.state == "sealed"
+    for lease_id in list(said.leases):  # a consumption in flight: ask again, once is once
+        said.consume(lease_id, await buffer.consume(lease_id, step=0))
+    status = await buffer.status()
+    assert status.cursor == said.head
+    assert status.newest_version >= max(said.versions, default=0)
+    assert len(said.versions) == len(set(said.versions)), "a version number was given out twice"
+    said.version = status.version
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_kill_9_loses_nothing_and_consumes_exactly_once(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    path = tmp_path / "b.db"
+    said = Ledger()
+
+    async def inspect(last: bool) -> None:
+        buffer = await Buffer.open(path, CONFIG)
+        await check(buffer, said)
+        if last:
+            await buffer.expire_due(float("1e18"))  # every group's deadline: what is incomplete is handed out short
+            while (lease := await buffer.lease(num_groups=1, step=0, wait_s=0.0)) is not None:
+                said.leases[lease.lease_id] = [group.group_id for group in lease.groups]
+                said.consume(lease.lease_id, await buffer.consume(lease.lease_id, step=0))
+        await buffer.close()
+
+    for number in range(ROUNDS):
+        checkpoint = chance.choice(said.checkpoints[-6:])
+        lines = run_and_kill(path, f"r{number}", checkpoint, chance.randrange(1, 250))
+        if "restored\n" in lines:
+            said.restored(*checkpoint)
+        said.read(lines)
+        asyncio.run(inspect(last=number == ROUNDS - 1))
+    trained = said.trained_along_the_lineage()
+    assert len(trained) == len(set(trained)), "a group was consumed twice"
+    assert set(trained) >= said.groups, "a complete group was lost"
+
+
+if __name__ == "__main__":
+    asyncio.run(work(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

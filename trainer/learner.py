@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -71,14 +71,22 @@ class Learner:
         self.plan = parallel.initialize(
             parallel_config, rank=rank, world_size=world_size, master_port=master_port, cuda=cuda, seed=seed
         )
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        """Build the models and the optimizer."""
         self.inverse_frequencies = self.arch.inverse_frequencies().to(self.plan.device)
         policy = self._load_model()
-        self.reference = self._load_model() if config.loss.kl_coef > 0 else None
+        self.reference = self._load_model() if self.config.loss.kl_coef > 0 else None
         policy.config.finalize_model_grads_func = sum_gradients
         self.model = megatron.DistributedDataParallel(
             policy.config, megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy
         )
-        self.optimizer = PolicyOptimizer(config.optimizer, self.model, dtype=self.dtype)
+        self.optimizer = PolicyOptimizer(self.config.optimizer, self.model, dtype=self.dtype)
 
     def _load_model(self) -> PolicyModel:
         model = build_model(
@@ -255,6 +263,12 @@ class Learner:
     def close(self) -> None:
         """Leave the process groups."""
         parallel.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _combine(name: str, left: float, right: float) -> float:

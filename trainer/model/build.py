@@ -44,6 +44,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return weight
 
 
+def _leave(_: Tensor) -> None:
+    """An initialisation that does nothing."""
+
+
 def padded_vocab(vocab_size: int, tensor: int) -> int:
     """The vocabulary rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor) * tensor
@@ -104,7 +108,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
-        perform_initialization=False,
+        # A checkpoint sets the weights, but only an initialised parameter is marked as cut (which gradient norms rely on).
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -135,8 +142,10 @@ def layer_spec(arch: Architecture, *, cuda: bool) -> tuple[Any, Any]:
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
         return spec, TENorm
     spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -121,6 +121,9 @@ def install() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_tensor_methods()
+    # A hint about CUDA's queues, given once by every process.
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True  # type: ignore[attr-defined]
 
 
 def install_rng() -> None:

@@ -30,6 +30,9 @@ with warnings.catch_warnings():
 from rlagent.trainer.model import cpu
 
 cpu.install()
+# megatron-core 0.16 calls the collectives of sequence parallelism by the names they had before torch 2.13.
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    warnings.filterwarnings("ignore", message=f".*{name}. is deprecated", category=FutureWarning)
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,0 +1,220 @@
+"""A learner of one process: parity with transformers, and what must not change its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import LENGTHS, make_batch, make_learner, make_model, oracle_logprobs, permuted
+from torch import Tensor
+
+from rlagent.errors import LearnerError, LoadError
+from rlagent.trainer.config import BatchConfig, LearnerConfig, LossConfig, OptimizerConfig
+from rlagent.trainer.learner import Learner
+from rlagent.trainer.weight_map import join, rules
+from rlagent.trainer.weights import local_parameter
+from rlagent.types import Batch
+
+WHOLE = 4096  # tokens: one microbatch
+STILL = OptimizerConfig(lr=1e-30, clip_grad=0)  # leaves weights and gradients as they are
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3")
+    make_model("qwen3", directory)
+    return directory
+
+
+@pytest.fixture
+def learner(model_dir: Path) -> Iterator[Learner]:
+    with make_learner(model_dir, config()) as made:
+        yield made
+
+
+def config(tokens: int = WHOLE, **changes: Any) -> LearnerConfig:
+    return LearnerConfig(
+        device="cpu", batch=BatchConfig(tokens=tokens, updates=changes.pop("updates", 1)), optimizer=STILL, **changes
+    )
+
+
+def retuned(learner: Learner, **changes: Any) -> Learner:
+    """The same learner under other settings of the loss or the batch (nothing of them is kept between steps)."""
+    learner.config = config(**changes)
+    return learner
+
+
+def gradients(learner: Learner, batch: Batch) -> dict[str, Tensor]:
+    """The step's gradients under transformers' names."""
+    learner.train_step(batch)
+    found = {}
+    for rule in rules(learner.arch):
+        parameter: Any = local_parameter(learner.model.module, learner.arch, rule, learner.plan)
+        found |= dict(zip(rule.hf, (x.clone() for x in join(learner.arch, rule, [parameter.main_grad])), strict=True))
+    return found
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        difference = (found[name] - tensor).abs().max() / tensor.abs().max()
+        assert difference <= tolerance, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    model = make_model(family, tmp_path, tied=tied)
+    batch = make_batch()
+    with make_learner(tmp_path, config(tokens=24)) as learner:
+        wanted = oracle_logprobs(model, batch)
+        np.testing.assert_allclose(learner.logprobs(batch), wanted.detach().numpy(), rtol=0, atol=1e-5)
+        # On the policy's own update every ratio is 1, and the gradient of the clipped loss is that of -advantage * logprob.
+        loss = -(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        oracle = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_same(gradients(learner, batch), oracle)
+
+
+def test_bfloat16_stays_near_float32(model_dir: Path) -> None:
+    batch = make_batch()
+    with make_learner(model_dir, config()) as exact:
+        wanted = exact.logprobs(batch)
+    with make_learner(model_dir, config(dtype="bfloat16")) as learner:
+        assert np.abs(learner.logprobs(batch) - wanted).max() < 0.2
+        assert np.isfinite(learner.train_step(batch)["grad_norm"])
+
+
+def test_recomputing_activations_changes_no_bit(model_dir: Path) -> None:
+    found = []
+    for recompute in ("none", "full"):
+        with make_learner(model_dir, config(recompute=recompute)) as learner:
+            found.append(gradients(learner, make_batch()))
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+
+
+def test_any_split_into_microbatches_gives_the_gradients_of_row_by_row(learner: Learner) -> None:
+    batch = make_batch()
+    one_row_each = gradients(retuned(learner, tokens=16), batch)
+    for tokens in (24, 40, WHOLE):
+        assert_same(gradients(retuned(learner, tokens=tokens), batch), one_row_each)
+
+
+def test_the_order_of_rows_changes_nothing(learner: Learner) -> None:
+    batch = make_batch()
+    wanted = gradients(learner, batch)
+    assert_same(gradients(learner, permuted(batch, [3, 5, 0, 4, 2, 1])), wanted)
+
+
+def test_rows_without_a_sampled_token_add_nothing_even_alone_in_a_microbatch(learner: Learner) -> None:
+    batch = make_batch()
+    lengths = (*LENGTHS, 16)
+    longer = make_batch(lengths=lengths)
+    tail = np.zeros(16, np.float32)
+    masked = replace(
+        longer,
+        **{
+            name: np.concatenate((getattr(batch, name), tail.astype(getattr(batch, name).dtype)))
+            for name in ("loss_mask", "rollout_logprobs", "advantages", "weight")
+        },
+        token_ids=np.concatenate((batch.token_ids, longer.token_ids[-16:])),
+        temperature=np.concatenate((batch.temperature, tail + 1)),
+        num_sampled=batch.num_sampled,
+    )
+    wanted = gradients(retuned(learner, tokens=16), batch)
+    assert_same(gradients(learner, masked), wanted)
+
+
+def test_a_batch_without_any_sampled_token_has_no_gradient(learner: Learner) -> None:
+    batch = make_batch()
+    nothing = replace(
+        batch, loss_mask=np.zeros_like(batch.loss_mask), weight=np.zeros_like(batch.weight), num_sampled=0
+    )
+    assert all(not tensor.any() for tensor in gradients(learner, nothing).values())
+
+
+def test_what_stands_under_the_mask_is_never_read(learner: Learner) -> None:
+    batch = make_batch()
+    wanted = gradients(learner, batch)
+    hidden = {
+        name: np.where(batch.loss_mask, getattr(batch, name), np.nan).astype(np.float32)
+        for name in ("rollout_logprobs", "advantages", "weight", "temperature")
+    }
+    found = gradients(learner, replace(batch, **hidden))
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_each_sampled_token_is_scored_after_its_own_row_only(learner: Learner) -> None:
+    """A change of the last token moves its own logprob and no other."""
+    batch = make_batch(lengths=(9, 8))
+    mask = np.ones_like(batch.loss_mask)
+    mask[[0, 9]] = False
+    batch = replace(batch, loss_mask=mask, temperature=np.ones_like(batch.temperature))
+    before = learner.logprobs(batch)
+    changed = batch.token_ids.copy()
+    changed[8] = (changed[8] + 1) % 97
+    after = learner.logprobs(replace(batch, token_ids=changed))
+    assert np.flatnonzero(before != after).tolist() == [8]
+
+
+def test_several_updates_a_step_share_the_old_policy(model_dir: Path) -> None:
+    moving = OptimizerConfig(lr=1e-2)
+    with make_learner(
+        model_dir, LearnerConfig(device="cpu", batch=BatchConfig(updates=2), optimizer=moving)
+    ) as learner:
+        batch = make_batch()
+        old = learner.logprobs(batch)
+        metrics = learner.train_step(batch)
+        assert metrics["updates"] == 2
+        assert np.abs(learner.logprobs(batch) - old)[batch.loss_mask].max() > 1e-3
+
+
+def test_the_reference_stays_what_it_was_while_the_policy_moves(model_dir: Path) -> None:
+    moving = LearnerConfig(device="cpu", loss=LossConfig(kl_coef=0.1), optimizer=OptimizerConfig(lr=1e-2))
+    with make_learner(model_dir, moving) as learner:
+        assert learner.reference is not None
+        before = [parameter.detach().clone() for parameter in learner.reference.parameters()]
+        for _ in range(2):
+            learner.train_step(make_batch())
+        pairs = zip(before, learner.reference.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        moved = zip(before, learner.model.module.parameters(), strict=True)
+        assert not any(torch.equal(one, other) for one, other in moved)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(learner: Learner) -> None:
+    batch = make_batch()
+    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    broken = np.where(batch.loss_mask, np.float32(np.inf), batch.advantages)
+    with pytest.raises(LearnerError, match="gradient norm is"):
+        learner.train_step(replace(batch, advantages=broken))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.export_weights())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"loss_mask": np.ones(sum(LENGTHS), bool)}, "first token"),
+        ({"token_ids": np.full(sum(LENGTHS), 97, np.int32)}, "vocabulary of 97"),
+        ({"temperature": np.zeros(sum(LENGTHS), np.float32)}, "temperature 0"),
+    ],
+)
+def test_a_batch_that_cannot_be_scored_is_refused(learner: Learner, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(LearnerError, match=named):
+        learner.train_step(replace(make_batch(), **changes))
+
+
+def test_a_layout_of_more_processes_than_were_started_is_refused(model_dir: Path) -> None:
+    with pytest.raises(LearnerError, match="needs 1 processes, but 2 were started"):
+        make_learner(model_dir, world_size=2)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    with pytest.raises(LoadError, match="safetensors"):
+        make_learner(tmp_path)

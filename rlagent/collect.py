@@ -1,0 +1,122 @@
+"""Collecting rollouts: which task next, how many groups at once, and what becomes of each rollout.
+
+In the flow: tasks -> sessions (opened at the router) -> workers -> finish. Bounded staleness comes from admission alone:
+with B groups a step and max_staleness s, at most (s + 1) * B groups exist that are running, ready or being trained on
+(AReaL, arXiv 2505.24298, eq. 3). s = 0 is the synchronous loop; nothing else changes between placements.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from rlagent.buffer.status import BufferStatus
+from rlagent.client import RouterClient
+from rlagent.launch.rollout_pool import RolloutPool
+from rlagent.rollout import Outcome, Task, task_id
+
+_MAX_ATTEMPTS: Final = 3  # a rollout whose worker died under it this often counts as failed
+_GROUP_PREFIX: Final = "group-"
+
+
+class Collector:
+    """Keeps the right number of groups running. Started as a task by `run`, told of progress by `advance`."""
+
+    def __init__(
+        self, client: RouterClient, pool: RolloutPool, tasks: Sequence[Task], *, group_size: int, groups_per_step: int,
+        max_staleness: int, seed: int, steps_left: int, deadline_s: float,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._pool = pool
+        self._tasks = tasks
+        self._group_size = group_size
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._seed = seed
+        self._steps_left = steps_left
+        self._deadline_s = deadline_s
+        self._training = 0  # groups leased whose weights are not published yet
+        self._wake = asyncio.Event()
+        self.failures: dict[str, int] = {}  # failed rollouts by status, since the start
+        self.last_error = ""
+
+    def training(self, num_groups: int) -> None:
+        """A lease of so many groups is being trained on: they count as outstanding until `advance`."""
+        self._training = num_groups
+
+    def advance(self, steps_left: int) -> None:
+        """New weights are published: what they were trained on is no longer outstanding."""
+        self._training = 0
+        self._steps_left = steps_left
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Launch groups whenever there is room, until cancelled. First finishes the groups a dead driver left incomplete."""
+        async with asyncio.TaskGroup() as running:
+            status = await self._client.status()
+            next_index = _next_index(status)
+            for group in status.incomplete:
+                if group.group_id.startswith(_GROUP_PREFIX):
+                    missing = group.size - group.num_valid - group.num_invalid - group.num_running
+                    index = _index(group.group_id)
+                    running.create_task(self._group(index, missing))
+            while True:
+                self._wake.clear()
+                status = await self._client.status()
+                for _ in range(self._room(status)):
+                    opened = asyncio.Event()
+                    running.create_task(self._group(next_index, self._group_size, opened))
+                    next_index += 1
+                    await opened.wait()
+                await self._wake.wait()
+
+    def _room(self, status: BufferStatus) -> int:
+        outstanding = status.backlog + len(status.incomplete) + max(status.leased, self._training)
+        allowed = min(self._max_staleness + 1, self._steps_left) * self._groups_per_step
+        return max(0, allowed - outstanding)
+
+    async def _group(self, index: int, num_rollouts: int, opened: asyncio.Event | None = None) -> None:
+        """Run the (missing) rollouts of one group. `opened` is set once the buffer knows the group."""
+        place = self._order(index)
+        session = {
+            "task_id": task_id(self._tasks[place], place),
+            "group_id": f"{_GROUP_PREFIX}{index:08d}",
+            "group_size": self._group_size,
+            "deadline_s": self._deadline_s,
+        }
+        first = await self._client.new_session(**session)
+        if opened is not None:
+            opened.set()
+        async with asyncio.TaskGroup() as members:
+            for member in range(num_rollouts):
+                members.create_task(self._member(self._tasks[place], session, first if member == 0 else None))
+        self._wake.set()
+
+    async def _member(self, task: Task, session: Mapping[str, Any], handle: Any) -> None:
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            if handle is None:
+                handle = await self._client.new_session(**session)
+            outcome = await self._pool.run(task, handle.to_json())
+            if outcome.status == "interrupted" and attempt == _MAX_ATTEMPTS:
+                outcome = Outcome(status="error", error=outcome.error)
+            if outcome.status != "completed":
+                self.failures[outcome.status] = self.failures.get(outcome.status, 0) + 1
+                self.last_error = outcome.error
+            await self._client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)
+            if outcome.status != "interrupted":
+                return
+            handle = None
+
+    def _order(self, index: int) -> int:
+        """The task of the index-th group: every epoch is a permutation of its own, the same after a resume."""
+        epoch, place = divmod(index, len(self._tasks))
+        return int(np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))[place])
+
+
+def _index(group_id: str) -> int:
+    return int(group_id.removeprefix(_GROUP_PREFIX))
+
+
+def _next_index(status: BufferStatus) -> int:
+    return 0 if status.newest_group is None else _index(status.newest_group) + 1

@@ -1,0 +1,224 @@
+"""The one frozen tree of settings: TOML file, then `--set a.b=c`, validated when built.
+
+Each part stands beside its owner; this file only composes them and turns validation failures into messages that name
+the field, the value and the fix. Paths in a TOML file are relative to that file; paths from the command line to the
+current directory. `run.dir` is always relative to the current directory.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlagent.buffer.config import BufferConfig
+from rlagent.engine.config import EngineConfig
+from rlagent.errors import ConfigError
+from rlagent.router.config import RouterConfig, SamplingConfig
+from rlagent.trainer.config import CheckpointConfig, LearnerConfig, ParallelConfig, SyncConfig
+
+
+class RunConfig(BaseModel):
+    """What a run is called, how long it is, and where it leaves its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dir: Path = Path("runs/default")
+    steps: int = Field(100, ge=1, description="learner steps")
+    seed: int = Field(0, ge=0)
+
+
+class ModelConfig(BaseModel):
+    """The model that is trained: a Hugging Face directory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = None
+
+
+class RolloutConfig(BaseModel):
+    """The rollout function, its tasks, and how many run at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    function: str | None = Field(None, description="file.py:function; none: agents come from outside")
+    tasks: Path | None = Field(None, description="JSON lines, one task a line")
+    group_size: int = Field(8, ge=1, description="rollouts of one task")
+    workers: int = Field(1, ge=1, description="worker processes; a plain `def` function runs once a process at a time")
+    concurrency: int = Field(64, ge=1, description="rollouts running at once, over all workers")
+    timeout_s: float = Field(300.0, gt=0, description="one rollout's wall clock")
+
+
+class EvalConfig(BaseModel):
+    """Evaluation on held-out tasks through the same rollout function, never trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: Path | None = None
+    every: int = Field(
+        10, ge=1, description="learner steps between evaluations; also before the first and after the last"
+    )
+    num_tasks: int | None = Field(None, ge=1, description="the first N tasks of the file; default all")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
+    success_threshold: float = Field(1.0, description="a rollout succeeded when its total reward reaches this")
+
+
+class Config(BaseModel):
+    """Everything a run is determined by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    router: RouterConfig = RouterConfig()
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    learner: LearnerConfig = LearnerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _trained_sampling_is_exact(self) -> "Config":
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature = 0 cannot be trained on; set it above 0 (evaluation has eval.temperature)"
+            )
+        if self.rollout.function is not None and self.rollout.tasks is None:
+            raise ValueError("rollout.function is set but rollout.tasks is not; name a tasks file (JSON lines)")
+        return self
+
+    @property
+    def model_dir(self) -> Path:
+        """The model directory; ConfigError when none is set."""
+        if self.model.path is None:
+            raise ConfigError("model.path is not set; give --model DIR, or [model] path = 'DIR' in the TOML file")
+        return self.model.path
+
+    @property
+    def buffer_path(self) -> Path:
+        """The SQLite file of the data buffer."""
+        return self.buffer.path if self.buffer.path is not None else self.run.dir / "buffer.db"
+
+
+# Settings that are paths, resolved against the TOML file that names them.
+_PATH_FIELDS = (("model", "path"), ("rollout", "tasks"), ("eval", "tasks"), ("buffer", "path"))
+
+
+def load_config(
+    path: Path | None, settings: Iterable[str] = (), overrides: Mapping[str, object] | None = None
+) -> Config:
+    """Build the tree from a TOML file, `a.b=c` settings and overrides given by their dotted name (None is left out).
+
+    Raises ConfigError naming the field, the value and the fix.
+    """
+    tree = {} if path is None else _read_toml(path)
+    for setting in settings:
+        name, value = _split_setting(setting)
+        _put(tree, name, value)
+    for name, override in (overrides or {}).items():
+        if override is not None:
+            _put(tree, name, str(override) if isinstance(override, Path) else override)
+    return build_config(tree)
+
+
+def build_config(tree: Mapping[str, Any]) -> Config:
+    """Validate a plain tree. Raises ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as TOML; loading it again gives the same Config when paths are absolute."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def absolute_paths(config: Config) -> Config:
+    """The same settings with every path made absolute, so that they mean the same from anywhere."""
+    tree = config.model_dump()
+    for part, name in (*_PATH_FIELDS, ("run", "dir")):
+        if tree[part][name] is not None:
+            tree[part][name] = Path(tree[part][name]).absolute()
+    function = tree["rollout"]["function"]
+    if function is not None and _names_a_file(function):
+        file, _, attribute = function.rpartition(":")
+        tree["rollout"]["function"] = f"{Path(file).absolute()}:{attribute}"
+    return build_config(tree)
+
+
+def _names_a_file(spec: str) -> bool:
+    return spec.rpartition(":")[0].endswith(".py")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}); check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from error
+    base = path.absolute().parent
+    for part, name in _PATH_FIELDS:
+        section = tree.get(part)
+        if isinstance(section, dict) and isinstance(section.get(name), str):
+            section[name] = str(base / section[name])
+    rollout = tree.get("rollout")
+    if isinstance(rollout, dict) and isinstance(rollout.get("function"), str) and _names_a_file(rollout["function"]):
+        rollout["function"] = str(base / rollout["function"])
+    return tree
+
+
+def _split_setting(setting: str) -> tuple[str, Any]:
+    name, equals, text = setting.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"--set {setting!r} is not of the form a.b=c, e.g. --set learner.optimizer.lr=1e-4")
+    try:
+        return name.strip(), tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), text  # a bare word is a string: --set engine.device=cpu
+
+
+def _put(tree: dict[str, Any], name: str, value: object) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{name!r}: {parent!r} is a value, not a section")
+    tree[last] = value
+
+
+def _explain(item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(item["loc"])
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{field}: unknown setting (value {item['input']!r}); {hint}"
+    if not field:
+        return str(item["msg"]).removeprefix("Value error, ")
+    return f"{field} = {item['input']!r}: {str(item['msg']).removeprefix('Value error, ')}"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in loc[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted(model.model_fields)
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None
+    }

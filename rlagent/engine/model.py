@@ -1,0 +1,170 @@
+"""The forward pass: a dense decoder (Llama, Qwen2, Qwen3) over a flat list of tokens and a KV cache by rows.
+
+In the flow: scheduler -> (tokens, positions, where each belongs) -> logits of the last token of each sequence. Projections are fused
+(qkv, gate and up); `parameters_by_name` views them under their Hugging Face names, so that loading and checksums stay by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rlagent.engine.architecture import Architecture, inverse_frequencies
+from rlagent.engine.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, end) of the sequence in cache row `row`, computed in this forward."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's weights. qkv is [q + 2 kv, hidden], gate_up [2 intermediate, hidden]."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: each head's scale, so that one norm serves both
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class Model:
+    """Weights and forward. All weights have one dtype and device."""
+
+    def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.architecture = a = architecture
+        self.dtype, self.device = dtype, device
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.embedding = empty(a.vocab_size, a.hidden)
+        self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden)
+        self.final_norm = empty(a.hidden)
+        self.layers = [
+            Layer(
+                input_norm=empty(a.hidden),
+                qkv=empty(a.query_size + 2 * a.kv_size, a.hidden),
+                qkv_bias=empty(a.query_size + 2 * a.kv_size) if a.qkv_bias else None,
+                qk_norm=empty(a.num_heads + a.num_kv_heads, a.head_dim) if a.qk_norm else None,
+                q_norm=empty(a.head_dim) if a.qk_norm else None,
+                k_norm=empty(a.head_dim) if a.qk_norm else None,
+                output=empty(a.hidden, a.query_size),
+                post_norm=empty(a.hidden),
+                gate_up=empty(2 * a.intermediate, a.hidden),
+                down=empty(a.hidden, a.intermediate),
+            )
+            for _ in range(a.num_layers)
+        ]
+        angles = torch.outer(torch.arange(a.context, dtype=torch.float32), inverse_frequencies(a))
+        self._cos = torch.cat((angles, angles), -1).cos().to(device=device, dtype=dtype)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), -1).to(device=device, dtype=dtype)
+        self._scale = a.head_dim**-0.5
+
+    def parameters_by_name(self) -> dict[str, torch.Tensor]:
+        """Views of all weights under their Hugging Face names, in checkpoint order."""
+        a = self.architecture
+        named = {"model.embed_tokens.weight": self.embedding}
+        for index, layer in enumerate(self.layers):
+            at = f"model.layers.{index}"
+            named[f"{at}.input_layernorm.weight"] = layer.input_norm
+            q, k, v = layer.qkv.split((a.query_size, a.kv_size, a.kv_size))
+            named |= {f"{at}.self_attn.{n}_proj.weight": w for n, w in (("q", q), ("k", k), ("v", v))}
+            if layer.qkv_bias is not None:
+                q, k, v = layer.qkv_bias.split((a.query_size, a.kv_size, a.kv_size))
+                named |= {f"{at}.self_attn.{n}_proj.bias": w for n, w in (("q", q), ("k", k), ("v", v))}
+            if layer.q_norm is not None and layer.k_norm is not None:
+                named[f"{at}.self_attn.q_norm.weight"] = layer.q_norm
+                named[f"{at}.self_attn.k_norm.weight"] = layer.k_norm
+            named[f"{at}.self_attn.o_proj.weight"] = layer.output
+            named[f"{at}.post_attention_layernorm.weight"] = layer.post_norm
+            gate, up = layer.gate_up.chunk(2)
+            named[f"{at}.mlp.gate_proj.weight"], named[f"{at}.mlp.up_proj.weight"] = gate, up
+            named[f"{at}.mlp.down_proj.weight"] = layer.down
+        named["model.norm.weight"] = self.final_norm
+        if not a.tied:
+            named["lm_head.weight"] = self.head
+        return named
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy weights in by name; names and shapes were checked by the caller."""
+        named = self.parameters_by_name()
+        for name, weight in weights.items():
+            named[name].copy_(weight)
+        a = self.architecture
+        for layer in self.layers:
+            if layer.qk_norm is not None and layer.q_norm is not None and layer.k_norm is not None:
+                layer.qk_norm[: a.num_heads] = layer.q_norm
+                layer.qk_norm[a.num_heads :] = layer.k_norm
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, prefill: Sequence[Chunk],
+        decode_rows: Sequence[int], last: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits [len(last), vocab] f32 at the flat indices `last`.
+
+        tokens, positions: [T] int64; first the prefill chunks, one after the other, then one token of each decode row.
+        Keys and values of all T tokens are written to the cache.
+        """
+        a = self.architecture
+        rows, decode_start = _token_rows(prefill, decode_rows)
+        step = cache.plan(rows, positions, decode_rows)
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        x = self.embedding[tokens]
+        for index, layer in enumerate(self.layers):
+            normed = F.rms_norm(x, (a.hidden,), layer.input_norm, a.norm_eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(tokens), -1, a.head_dim)
+            qk, value = qkv.split((a.num_heads + a.num_kv_heads, a.num_kv_heads), dim=1)
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (a.head_dim,), None, a.norm_eps) * layer.qk_norm
+            qk = qk * cos + qk.roll(a.head_dim // 2, -1) * sin
+            query, key = qk.split((a.num_heads, a.num_kv_heads), dim=1)
+            cache.write(index, step, key, value)
+            attended = torch.empty_like(query)
+            self._attend_prefill(index, cache, prefill, query, attended)
+            if decode_rows:
+                grouped = query[decode_start:].view(-1, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim)
+                keys, values = cache.decode_view(index, step)
+                out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=step.mask, scale=self._scale)
+                attended[decode_start:] = out.reshape(-1, a.num_heads, a.head_dim)
+            x = x + F.linear(attended.view(len(tokens), -1), layer.output)
+            gate, up = F.linear(F.rms_norm(x, (a.hidden,), layer.post_norm, a.norm_eps), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        x = F.rms_norm(x[last], (a.hidden,), self.final_norm, a.norm_eps)
+        return F.linear(x, self.head).float()
+
+    def _attend_prefill(
+        self, layer: int, cache: KVCache, prefill: Sequence[Chunk], query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        at = 0
+        for chunk in prefill:
+            length = chunk.end - chunk.start
+            q = query[at : at + length].transpose(0, 1).unsqueeze(0)
+            keys, values = cache.row_view(layer, chunk.row, chunk.end)
+            mask = None
+            if chunk.start:
+                ends = torch.arange(chunk.start, chunk.end, device=self.device)
+                mask = torch.arange(chunk.end, device=self.device) <= ends.unsqueeze(1)
+            attended = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+            )
+            out[at : at + length] = attended[0].transpose(0, 1)
+            at += length
+
+
+def _token_rows(prefill: Sequence[Chunk], decode_rows: Sequence[int]) -> tuple[list[int], int]:
+    rows = [row for chunk in prefill for row in [chunk.row] * (chunk.end - chunk.start)]
+    return rows + list(decode_rows), len(rows)

@@ -1,0 +1,96 @@
+"""Reading weight buckets in SGLang's own format: a pickle, through an exact allow-list of globals.
+
+What SGLang's MultiprocessingSerializer emits on a CPU (read from 0.5.21, `utils/common.py`): ForkingPickler with torch's reductions
+registered by torch.multiprocessing would hand over a file descriptor; a plain pickle carries the storage inline as
+`torch.storage._load_from_bytes(bytes)`. SGLang's unpickler takes the latter and loads the bytes with weights_only=True; so do we.
+On CUDA the tensor arrives as torch.multiprocessing.reductions.rebuild_cuda_tensor with an IPC handle.
+Invariant: nothing outside the list is ever imported or called.
+"""
+
+import base64
+import binascii
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rlagent.errors import EngineError
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """Stands for sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata; indices count bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+_DTYPES: Final = ("bfloat16", "float16", "float32", "float64", "uint8", "int32", "int64", "bool", "float8_e4m3fn")
+_ALLOWED: Final = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch._utils", "_rebuild_parameter"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch", "UntypedStorage"),
+        ("torch", "Tensor"),
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+    }
+    | {("torch", name) for name in _DTYPES}
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        if (module, name) == ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"):
+            return FlattenedTensorMetadata
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"global {module}.{name} is not on the allow-list of weight payloads")
+
+
+def _load_storage(data: bytes) -> Any:
+    storage = torch.load(io.BytesIO(data), weights_only=True)
+    if not isinstance(storage, torch.storage.TypedStorage | torch.UntypedStorage):
+        raise pickle.UnpicklingError(f"expected a torch storage, got {type(storage).__name__}")
+    return storage
+
+
+def read_bucket(payload: object, load_format: str | None) -> dict[str, torch.Tensor]:
+    """One rank's base64 payload as tensors by name. EngineError when it is not what it should be."""
+    try:
+        content = _Unpickler(io.BytesIO(base64.b64decode(str(payload), validate=True))).load()
+    except (pickle.UnpicklingError, binascii.Error, EOFError, ValueError, TypeError, AttributeError, IndexError,
+            RuntimeError) as error:  # fmt: skip
+        raise EngineError(f"serialized_named_tensors cannot be read: {error}") from error
+    if load_format is None:
+        if not isinstance(content, list) or not all(_is_named(item) for item in content):
+            raise EngineError("serialized_named_tensors without load_format must hold a list of (name, tensor)")
+        return dict(content)
+    if load_format != "flattened_bucket":
+        raise EngineError(f"load_format {load_format!r} is not supported; use null or 'flattened_bucket'")
+    try:
+        return split_bucket(content["flattened_tensor"], content["metadata"])
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise EngineError(f"flattened bucket is malformed: {type(error).__name__}: {error}") from error
+
+
+def split_bucket(flat: torch.Tensor, metadata: list[FlattenedTensorMetadata]) -> dict[str, torch.Tensor]:
+    """Views of a flat uint8 buffer as the tensors it holds."""
+    if flat.dtype != torch.uint8:
+        raise TypeError(f"flattened_tensor has dtype {flat.dtype}, not uint8")
+    return {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in metadata}
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str) and torch.is_tensor(item[1])

@@ -1,0 +1,247 @@
+"""The loop: lease, pack, step, publish, consume, checkpoint; evaluation beside it.
+
+It knows neither algorithms (advantages arrive as per-token streams) nor placement (admission alone makes it synchronous
+or asynchronous) nor who makes the rollouts (a function by path, or agents from outside).
+Invariant: a checkpoint holds the weights, the number of the last consumption that made them, and the policy version that
+served them; so a resume trains on every batch exactly once in the lineage of its weights.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rlagent.client import RouterClient
+from rlagent.collect import Collector
+from rlagent.config import Config
+from rlagent.display import Display
+from rlagent.errors import ConfigError, RlagentError
+from rlagent.evaluate import evaluate
+from rlagent.launch.local import LocalRanks, RankSpec, free_port
+from rlagent.launch.rollout_pool import RolloutPool
+from rlagent.launch.serve_child import serving
+from rlagent.plot import plot_reward
+from rlagent.rollout import Task, read_tasks
+from rlagent.run_directory import RunDirectory
+from rlagent.trainer.batch import pack
+from rlagent.trainer.metrics import data_metrics
+from rlagent.types import Lease
+
+_LEASE_POLL_S: Final = 20.0  # one long poll for a batch; between polls the display says what is awaited
+
+
+async def train(
+    config: Config, *, resume: bool = False, router_url: str | None = None, display: Display | None = None
+) -> RunDirectory:
+    """Run the whole loop; the run's directory. Raises RlagentError for everything a user can mend."""
+    model_dir = config.model_dir
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"model.path {str(model_dir)!r} is not a Hugging Face model directory (no config.json there)")
+    tasks = [] if config.rollout.tasks is None else read_tasks(config.rollout.tasks)
+    held_out = [] if config.eval.tasks is None else read_tasks(config.eval.tasks)[: config.eval.num_tasks]
+    run = RunDirectory.reopen(config) if resume else RunDirectory.create(config)
+    async with AsyncExitStack() as stack:
+        display = stack.enter_context(display or Display())
+        display.title(f"{run.path}: {model_dir.name}, {config.run.steps} steps")
+        url = router_url or await stack.enter_async_context(serving(config, run))
+        client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
+        ranks = await stack.enter_async_context(LocalRanks(_rank_spec(config), run.logs))
+        pool = None
+        if config.rollout.function is not None:
+            rollout = config.rollout
+            pool = await stack.enter_async_context(
+                RolloutPool(config.rollout.function, workers=rollout.workers, concurrency=rollout.concurrency,
+                            timeout_s=rollout.timeout_s, logs=run.logs)
+            )  # fmt: skip
+        loop = Loop(config, run, client, ranks, pool, held_out, display)
+        await loop.restore(resume=resume)
+        await loop.run(tasks)
+    return run
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """Where the loop stands: what a checkpoint stores beside the learner's own state."""
+
+    step: int = 0  # learner steps done
+    cursor: int = 0  # the last consumption trained on
+    version: int = 0  # the policy version that holds these weights
+    snapshot: str | None = None
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds of each stage of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to stage `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Loop:
+    """One run's loop over learner steps."""
+
+    def __init__(
+        self, config: Config, run: RunDirectory, client: RouterClient, ranks: LocalRanks, pool: RolloutPool | None,
+        held_out: list[Task], display: Display,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._run = run
+        self._client = client
+        self._ranks = ranks
+        self._pool = pool
+        self._held_out = held_out
+        self._display = display
+        self._position = Position()
+        self._collector: Collector | None = None
+
+    async def restore(self, *, resume: bool) -> None:
+        """Bring learner, buffer and engines to one state: the newest checkpoint's, or the model directory's."""
+        self._display.state("loading")
+        if resume:
+            checkpoint = self._run.newest_checkpoint()
+            if checkpoint is not None:
+                self._position = Position(**await self._ranks.call("load", checkpoint))
+            report = await self._client.restore(cursor=self._position.cursor, version=self._position.version)
+            self._display.console.print(
+                f"resumed after step {self._position.step}: {report.redelivered} batches are delivered again, "
+                f"{report.interrupted} rollouts were interrupted", highlight=False,
+            )  # fmt: skip
+        current = await self._client.policy()
+        if resume or current["version"] != 0:
+            await self._publish(parent=current["version"])
+
+    async def run(self, tasks: list[Task]) -> None:
+        """All remaining steps, then the last evaluation, checkpoint, plot and model."""
+        steps = self._config.run.steps
+        async with asyncio.TaskGroup() as beside:
+            await self._evaluate()
+            collecting = None
+            if self._pool is not None:
+                self._collector = self._make_collector(self._pool, tasks)
+                collecting = beside.create_task(self._collector.run())
+            while self._position.step < steps:
+                await self._step()
+            if collecting is not None:
+                collecting.cancel()
+        await self._ranks.call("save_hf", self._run.model)
+        plot_reward(self._run.read_metrics(), self._run.reward_plot)
+
+    async def _step(self) -> None:
+        watch, start = Stopwatch(), time.perf_counter()
+        with watch.stage("rollout"):
+            lease = await self._lease()
+        packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
+                      max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
+        metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch)
+        self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
+        if packed.batch.num_sampled:
+            with watch.stage("train"):
+                metrics |= await self._ranks.call("train_step", packed.batch)
+        self._position.cursor = await self._client.consume(lease.lease_id, step=self._position.step)
+        self._position.step += 1
+        last = self._position.step == self._config.run.steps
+        with watch.stage("sync"):
+            await self._publish(parent=self._position.version)
+        if self._collector is not None:
+            self._collector.advance(self._config.run.steps - self._position.step)
+        if last or self._position.step % self._config.checkpoint.every == 0:
+            with watch.stage("checkpoint"):
+                await self._save()
+        if last or self._position.step % self._config.eval.every == 0:
+            with watch.stage("eval"):
+                metrics |= await self._evaluate()
+        elapsed_s = time.perf_counter() - start
+        metrics |= {f"time/{stage}_s": seconds for stage, seconds in watch.seconds.items()}
+        metrics |= {
+            "time/step_s": elapsed_s,
+            "throughput/tokens_per_s": packed.batch.num_tokens / elapsed_s,
+            "policy/version": self._position.version,
+            **{f"data/dropped_{reason}": count for reason, count in packed.dropped.items()},
+            **({} if self._collector is None else {f"rollout/{k}": n for k, n in self._collector.failures.items()}),
+        }
+        self._run.write_metrics(self._position.step, metrics)
+        self._display.stepped({"step": self._position.step, **metrics})
+
+    async def _lease(self) -> Lease:
+        batch = self._config.learner.batch
+        while True:
+            self._display.state(f"step {self._position.step + 1}: waiting for {batch.groups} groups")
+            lease = await self._client.lease(num_groups=batch.groups, step=self._position.step, wait_s=_LEASE_POLL_S)
+            if lease is not None:
+                if self._collector is not None:
+                    self._collector.training(len(lease.groups))
+                return lease
+
+    async def _publish(self, *, parent: int) -> None:
+        """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
+        ticket = await self._client.begin_publish(step=self._position.step, parent=parent)
+        try:
+            report = await self._ranks.call("publish", ticket.engines, ticket.version)
+            due = ticket.version % self._config.sync.snapshot_every == 0
+            snapshot = await self._write_snapshot(ticket.version) if due else None
+            await self._client.commit_publish(ticket.publish_id, checksum=report.checksum, snapshot=snapshot)
+        except RlagentError as error:
+            await self._client.fail_publish(ticket.publish_id, str(error))
+            raise
+        self._position.version = ticket.version
+        self._position.snapshot = snapshot or self._position.snapshot
+
+    async def _write_snapshot(self, version: int) -> str:
+        directory = self._run.snapshot(version)
+        await self._ranks.call("save_hf", directory)
+        return str(directory.absolute())
+
+    async def _save(self) -> None:
+        checkpoint = self._run.checkpoint(self._position.step)
+        if not checkpoint.exists():
+            position = {name: getattr(self._position, name) for name in ("step", "cursor", "version", "snapshot")}
+            await self._ranks.call("save", checkpoint, position)
+        kept = set() if self._position.snapshot is None else {Path(self._position.snapshot)}
+        self._run.prune(keep=self._config.checkpoint.keep, snapshots=kept)
+
+    async def _evaluate(self) -> dict[str, float]:
+        if self._pool is None or not self._held_out:
+            return {}
+        self._display.state(f"evaluating on {len(self._held_out)} held-out tasks")
+        found = await evaluate(self._client, self._pool, self._held_out, self._config.eval)
+        self._display.evaluated(self._position.step, found.success, found.reward, found.num_tasks)
+        metrics = {"eval/success": found.success, "eval/reward": found.reward, "eval/failed": found.num_failed}
+        if self._position.step == 0:
+            self._run.write_metrics(0, metrics)
+        return metrics
+
+    def _make_collector(self, pool: RolloutPool, tasks: list[Task]) -> Collector:
+        config = self._config
+        return Collector(
+            self._client, pool, tasks, group_size=config.rollout.group_size, groups_per_step=config.learner.batch.groups,
+            max_staleness=config.buffer.max_staleness, seed=config.run.seed,
+            steps_left=config.run.steps - self._position.step, deadline_s=config.buffer.group_deadline_s,
+        )  # fmt: skip
+
+    def _context(self) -> int:
+        return model_context(self._config.model_dir)
+
+
+def model_context(model_dir: Path) -> int:
+    """Longest row the model can take, in tokens (max_position_embeddings of its config.json)."""
+
+    return int(json.loads((model_dir / "config.json").read_text())["max_position_embeddings"])
+
+
+def _rank_spec(config: Config) -> RankSpec:
+    return RankSpec(
+        learner=config.learner, parallel=config.parallel, sync=config.sync, model_dir=config.model_dir,
+        engine_dtype=config.engine.dtype, master_port=free_port(), seed=config.run.seed, total_steps=config.run.steps,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""One learner rank as a process: builds the Learner, then runs the methods that the driver names, in order.
+
+`python -m rlagent.trainer.rank FD PARENT_PID`, started by rlagent.launch.local. Rank 0 also pushes weights to the engines.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlagent.launch.child import adopt_connection
+from rlagent.launch.local import Failure, RankSpec
+from rlagent.trainer.learner import Learner
+from rlagent.trainer.weight_sync import PushReport, WeightSync
+from rlagent.types import Batch
+
+
+class Rank:
+    """What the driver can call on every rank. Each method runs on all ranks in the same order."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        torch.set_num_threads(spec.learner.threads)
+        self.learner = Learner(
+            spec.learner,
+            spec.parallel,
+            spec.model_dir,
+            rank=spec.rank,
+            world_size=spec.parallel.world_size,
+            master_port=spec.master_port,
+            seed=spec.seed,
+            total_steps=spec.total_steps,
+        )
+        self.engine_dtype = getattr(torch, spec.engine_dtype)
+        self.sync = WeightSync(spec.sync, engine_dtype=self.engine_dtype) if spec.rank == 0 else None
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One learner step; metrics are the same on all ranks."""
+        return self.learner.train_step(batch)
+
+    def publish(self, engines: Sequence[str], version: int) -> PushReport | None:
+        """Push the current weights to all engines. Other ranks take part in the gathering only."""
+        weights = self.learner.export_weights(self.engine_dtype)
+        if self.sync is None:
+            for _ in weights:
+                pass
+            return None
+        try:
+            return self.sync.push(engines, weights, version=version)
+        finally:
+            for _ in weights:  # a push that failed midway: the other ranks still stand in the gather
+                pass
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint: model, optimizer, schedule, RNG, and `extra` (JSON)."""
+        self.learner.save(directory, extra)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Restore a checkpoint; answers its `extra`."""
+        return self.learner.load(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory."""
+        self.learner.save_hf(directory)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self.sync is not None:
+            self.sync.close()
+        self.learner.close()
+
+
+def main(argv: list[str]) -> None:
+    """Answer calls until the driver closes the pipe."""
+    connection = adopt_connection(argv)
+    rank: Rank | None = None
+    try:
+        while True:
+            message = connection.recv()
+            try:
+                if rank is None:
+                    rank, answer = Rank(message), None
+                else:
+                    method, args = message
+                    answer = getattr(rank, method)(*args)
+            except Exception as error:  # the boundary of the process: the driver decides what a failure means
+                traceback.print_exc()
+                answer = Failure(type(error).__name__, str(error), traceback.format_exc())
+            connection.send(answer)
+    except EOFError:
+        if rank is not None:
+            rank.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv)

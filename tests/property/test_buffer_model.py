@@ -158,6 +158,19 @@ class BufferMachine(RuleBasedStateMachine):
         await self.buffer.record_call(call)
         await self.buffer.finish_session(name, status="completed", reward=Reward(components={"r": 1.0}))
 
+    @rule(num_steps=st.integers(1, 3), num_groups=st.integers(1, 2), publish=st.booleans())
+    def train(self, num_steps: int, num_groups: int, publish: bool) -> None:
+        """Whole steps of a learner, each with a checkpoint."""
+        for _ in range(num_steps):
+            self.complete_groups(num_groups)
+            before = set(self.model.leases)
+            self.lease(num_groups)
+            for lease_id in set(self.model.leases) - before:
+                self.consumed(lease_id)
+            if publish:
+                self.publish(commit=True)
+            self.checkpoint()
+
     @rule(num_groups=st.integers(1, 3))
     def lease(self, num_groups: int) -> None:
         found = self.runner.run(self.buffer.lease(num_groups=num_groups, step=0, wait_s=0.0))
@@ -172,6 +185,9 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def consume(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.model.leases, key=list(self.model.leases).index)))
+        self.consumed(lease_id)
+
+    def consumed(self, lease_id: str) -> None:
         groups, batch = self.model.leases.pop(lease_id)
         number = self.model.append(batch, groups)
         for _ in range(2):

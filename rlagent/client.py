@@ -8,10 +8,11 @@ effect. Invariant: every failure is a RouterError that carries the router's own 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, Self
 
 import httpx
 import orjson
@@ -118,12 +119,10 @@ class RouterClient:
             "ttl_s": ttl_s,
         }
         answer = await self._post("/sessions", {name: value for name, value in given.items() if value is not None})
-        try:
+        with _answer_of("/sessions"):
             return SessionHandle(
                 session_id=answer["session_id"], base_url=answer["base_url"], api_key=answer["api_key"]
             )
-        except KeyError as error:
-            _refuse("/sessions", error)
 
     async def finish(self, session_id: str, *, reward: Reward | float | None = None, status: str = "completed") -> Json:
         """Seal a session; a given reward replaces the total. Safe to repeat with the same arguments."""
@@ -173,7 +172,8 @@ class RouterClient:
     async def consume(self, lease_id: str, *, step: int) -> int:
         """Count a lease as trained on; the cursor that a checkpoint stores."""
         answer = await self._post("/learner/consume", {"lease_id": lease_id, "step": step}, repeat=True)
-        return int(answer["cursor"])
+        with _answer_of("/learner/consume"):
+            return int(answer["cursor"])
 
     async def release(self, lease_id: str) -> None:
         """Give a lease back untrained."""
@@ -182,15 +182,14 @@ class RouterClient:
     async def restore(self, *, cursor: int, version: int) -> RestoreReport:
         """Tell the buffer at which checkpoint the learner stands."""
         answer = await self._post("/learner/restore", {"cursor": cursor, "version": version}, repeat=True)
-        return RestoreReport(redelivered=answer["redelivered"], interrupted=answer["interrupted"])
+        with _answer_of("/learner/restore"):
+            return RestoreReport(redelivered=answer["redelivered"], interrupted=answer["interrupted"])
 
     async def status(self) -> BufferStatus:
         """What the buffer holds."""
         answer = await self._get("/learner/status")
-        try:
+        with _answer_of("/learner/status"):
             return BufferStatus.from_json(answer)
-        except (KeyError, TypeError) as error:
-            _refuse("/learner/status", error)
 
     # Publishes
 
@@ -198,9 +197,10 @@ class RouterClient:
         """Take a version number and the engines, which pause. Not repeated: a number is given out once."""
         body: Json = {"step": step, "parent": parent} | ({} if lease_s is None else {"lease_s": lease_s})
         answer = await self._post("/policy/begin", body)
-        return PublishTicket(
-            publish_id=answer["publish_id"], version=answer["version"], engines=tuple(answer["engines"])
-        )
+        with _answer_of("/policy/begin"):
+            return PublishTicket(
+                publish_id=answer["publish_id"], version=answer["version"], engines=tuple(answer["engines"])
+            )
 
     async def commit_publish(self, publish_id: str, *, checksum: str, snapshot: str | None) -> Json:
         """Stamp the version: {version, depth}. Every engine must report it already."""
@@ -259,21 +259,17 @@ class RouterClient:
 
 
 def _object(response: httpx.Response) -> Json:
-    try:
+    with _answer_of(str(response.url)):
         found = orjson.loads(response.content)
-    except orjson.JSONDecodeError as error:
-        _refuse(str(response.url), error)
-    if not isinstance(found, dict):
-        raise RouterError(f"{response.url} answered a {type(found).__name__}, not an object; is the URL a router?")
-    return found
+        if not isinstance(found, dict):
+            raise TypeError(f"a {type(found).__name__}, not an object")
+        return found
 
 
 def _list(answer: Json, name: str) -> list[Json]:
-    try:
+    with _answer_of(name):
         found: list[Json] = answer[name]
-    except KeyError as error:
-        _refuse(name, error)
-    return found
+        return found
 
 
 def _message(response: httpx.Response) -> str:
@@ -284,5 +280,12 @@ def _message(response: httpx.Response) -> str:
         return response.text[:500]
 
 
-def _refuse(what: str, error: Exception) -> NoReturn:
-    raise RouterError(f"{what}: not a router's answer ({type(error).__name__}: {error}); is the URL right?") from error
+@contextmanager
+def _answer_of(what: str) -> Iterator[None]:
+    """Errors of reading an answer that no router would give."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise RouterError(
+            f"{what}: not a router's answer ({type(error).__name__}: {error}); is the URL right?"
+        ) from error

@@ -64,12 +64,15 @@ def decode_lease(body: bytes) -> Lease:
             )
         pieces = _pieces(safetensors.numpy.load(body))
         header = orjson.loads(metadata["lease"])
+        groups: list[Group] = []
+        for group in header["groups"]:
+            groups.append(_group(group, pieces))
         lease = Lease(
             lease_id=header["lease_id"],
             step=header["step"],
             expires_at=header["expires_at"],
             redelivered=header["redelivered"],
-            groups=tuple(_group(group, pieces) for group in header["groups"]),
+            groups=tuple(groups),
         )
         if next(pieces, None) is not None:
             raise RouterError("a lease with more rows than its header names")

@@ -1,4 +1,4 @@
-"""Tokens per second of a learner step on the CPU: rows packed, the same rows padded, and a plain transformers loop on the same rows.
+"""Tokens per second of a learner step on the CPU: rows packed, rows padded, and a plain transformers loop on them.
 
     python benchmarks/learner.py [--layers 3 --hidden 128 --rows 64 --steps 5]
 
@@ -69,7 +69,7 @@ def make_batch(rng: np.random.Generator, lengths: list[int], vocab: int, width: 
 
 
 def transformers_step(model: Qwen3ForCausalLM, batch: Batch, tokens: int) -> Callable[[], None]:
-    """The loop one would write: rows sorted by length, padded in microbatches of `tokens`, -advantage * logprob, AdamW."""
+    """The loop one would write: rows of like length padded in microbatches of `tokens`, -advantage * logprob, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     bounds = batch.cu_seqlens.tolist()
     rows = sorted(range(batch.num_rows), key=lambda row: bounds[row + 1] - bounds[row])
@@ -142,9 +142,7 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread, torch {torch.__version__}"
     )
-    print(
-        f"{parameters / 1e6:.2f}M parameters, {args.rows} rows of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens"
-    )
+    print(f"{parameters / 1e6:.2f}M parameters, {len(lengths)} rows of {min(lengths)} to {max(lengths)}")
     for name, step_s in times.items():
         print(f"{name:40s} {step_s:8.3f} s a step {sum(lengths) / step_s:10.0f} tokens/s")
 

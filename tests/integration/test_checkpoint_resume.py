@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: N steps are k steps, a save, a load and N - k steps, to the bit; and what may not be loaded."""
+"""Checkpoints of the learner: N steps are k, a save, a load and N - k, to the bit; and what may not be loaded."""
 
 from __future__ import annotations
 

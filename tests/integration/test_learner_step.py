@@ -74,7 +74,7 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, ti
     with make_learner(tmp_path, config(tokens=24)) as learner:
         wanted = oracle_logprobs(model, batch)
         np.testing.assert_allclose(learner.logprobs(batch), wanted.detach().numpy(), rtol=0, atol=1e-5)
-        # On the policy's own update every ratio is 1, and the gradient of the clipped loss is that of -advantage * logprob.
+        # At ratio 1 the clipped loss has the gradient of -advantage * logprob.
         loss = -(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         oracle = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -115,7 +115,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     before rotation.
     """
 
-    def __init__(  # noqa: PLR0917 - megatron's own signature
+    def __init__(
         self,
         config: Any,
         layer_number: int,
@@ -134,7 +134,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         )
         self.has_flash = importlib.util.find_spec("flash_attn") is not None
 
-    def forward(  # noqa: PLR0917 - megatron's own signature
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

@@ -108,7 +108,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
-        # A checkpoint sets the weights, but only an initialised parameter is marked as cut (which gradient norms rely on).
+        # A checkpoint sets the weights, but only an initialised parameter is marked as cut, for gradient norms.
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,

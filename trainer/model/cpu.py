@@ -123,7 +123,7 @@ def install() -> None:
     _patch_tensor_methods()
     # A hint about CUDA's queues, given once by every process.
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
-    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True  # type: ignore[attr-defined]
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
 
 
 def install_rng() -> None:

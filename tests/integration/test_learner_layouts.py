@@ -1,0 +1,103 @@
+"""Every layout of processes computes what one process computes: logprobs, gradients, norms, metrics, weights, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_layouts import layout_name
+from safetensors.torch import load_file
+from tiny_models import free_port, make_model
+
+SCRIPT = Path(__file__).parents[1] / "support" / "learner_layouts.py"
+LIMIT_S = 300
+PAIRS = [
+    {"tensor": 2},
+    {"tensor": 2, "sequence": True},
+    {"pipeline": 2},
+    {"data": 2},
+    {"context": 2},
+]
+FOURS = [
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "data": 2, "sequence": True},
+    {"pipeline": 2, "data": 2},
+    {"context": 2, "tensor": 2, "sequence": True},
+    {"pipeline": 2, "context": 2},
+]
+Layout = dict[str, int]
+
+
+def launch(world: int, layouts: list[Layout], model_dir: Path, out: Path) -> None:
+    """Run the ranks to their end; the first failure ends the others."""
+    port = free_port()
+    arguments = [str(world), str(port), str(model_dir), str(out), json.dumps(layouts)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for number, rank in enumerate(ranks):
+            output, _ = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode == 0, f"rank {number} of {world}:\n{output[-4000:]}"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor's change, relative to the tensor's largest change."""
+    assert list(found) == list(wanted)
+    return max(
+        float((found[name] - tensor).abs().max() / (tensor - base[name]).abs().max()) for name, tensor in wanted.items()
+    )
+
+
+def check(layouts: list[Layout], world: int, directory: Path, *, family: str, tied: bool) -> None:
+    model_dir = directory / "model"
+    make_model(family, model_dir, tied=tied)
+    launch(1, [{}], model_dir, directory)
+    launch(world, layouts, model_dir, directory)
+    initial = load_file(model_dir / "model.safetensors")
+    wanted: dict[str, Any] = torch.load(directory / "one.pt", weights_only=False)
+    assert wanted["resumed"] == wanted["metrics"][1]["grad_norm"]
+    for layout in layouts:
+        name = layout_name(layout)
+        found: dict[str, Any] = torch.load(directory / f"{name}.pt", weights_only=False)
+        assert abs(found["logprobs"] - wanted["logprobs"]).max() < 1e-5, name
+        assert difference(found["weights"][0], wanted["weights"][0], initial) < 1e-5, name
+        assert difference(found["weights"][1], wanted["weights"][1], initial) < 2e-5, name
+        for one, other in zip(found["metrics"], wanted["metrics"], strict=True):
+            timed = ("score_s", "update_s", "microbatches")
+            kept = {key: value for key, value in one.items() if key not in timed}
+            assert kept == pytest.approx({key: other[key] for key in kept}, rel=1e-4, abs=1e-5), name
+        assert found["resumed"] == found["metrics"][1]["grad_norm"], name
+        saved = load_file(directory / f"hf-{name}" / "model.safetensors")
+        assert difference(saved, dict(sorted(wanted["weights"][1].items())), initial) < 1e-4, name
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """Three layers over two stages, an odd vocabulary, tied embeddings."""
+    check(PAIRS, 2, tmp_path, family="qwen3", tied=True)
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_head_of_its_own(tmp_path: Path) -> None:
+    check(PAIRS, 2, tmp_path, family="llama", tied=False)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    check(FOURS, 4, tmp_path, family="qwen2", tied=True)

@@ -1,0 +1,65 @@
+"""One rank of a run over several layouts: `python learner_layouts.py RANK WORLD PORT MODEL OUT LAYOUTS`, started by test_learner_layouts.
+
+Layouts are JSON objects of ParallelConfig. For each one rank 0 writes what a learner of it scored, measured and exported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tiny_models import VOCAB, make_batch
+
+from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig
+from rlagent.trainer.learner import Learner
+
+STRAIGHT = OptimizerConfig(lr=1e3, eps=1e3, clip_grad=0)
+"""With a large eps AdamW's first step moves a weight by its gradient, to 1e-3 of it, so that exported weights show gradients."""
+LENGTHS = (7, 12, 3, 20, 1, 12, 16)
+
+
+def layout_name(layout: dict[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sorted(layout.items())) or "one"
+
+
+def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
+    config = LearnerConfig(device="cpu", batch=BatchConfig(tokens=24), optimizer=STRAIGHT)
+    batch = make_batch(lengths=LENGTHS, vocab=VOCAB)
+    batch.loss_mask[-16:] = False  # one microbatch without any sampled token
+    learner = Learner(
+        config,
+        ParallelConfig(**layout),
+        model_dir,
+        rank=rank,
+        world_size=world,
+        master_port=port,
+        seed=0,
+        total_steps=9,
+    )
+    with learner:
+        found = {"logprobs": learner.logprobs(batch), "metrics": [], "weights": []}
+        for step in range(2):
+            found["metrics"].append(learner.train_step(batch))
+            found["weights"].append({name: tensor.clone() for name, tensor in learner.export_weights()})
+            if step == 0:
+                learner.save(out / f"checkpoint-{layout_name(layout)}", {})
+        learner.load(out / f"checkpoint-{layout_name(layout)}")
+        found["resumed"] = learner.train_step(batch)["grad_norm"]
+        learner.save_hf(out / f"hf-{layout_name(layout)}")
+    if rank == 0:
+        torch.save(found, out / f"{layout_name(layout)}.pt")
+    else:
+        assert found["weights"] == [{}, {}], "only rank 0 is given weights"
+
+
+def main() -> None:
+    rank, world, port = (int(value) for value in sys.argv[1:4])
+    torch.set_num_threads(1)
+    for number, layout in enumerate(json.loads(sys.argv[6])):
+        run(layout, rank, world, port + number, Path(sys.argv[4]), Path(sys.argv[5]))
+
+
+if __name__ == "__main__":
+    main()

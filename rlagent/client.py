@@ -31,6 +31,9 @@ TIMEOUT_S: Final = 120.0
 RETRY_PAUSES_S: Final = (0.1, 0.5, 2.0)
 # Beside the wait itself, a lease's body takes time to build and send.
 LEASE_GRACE_S: Final = 60.0
+# Requests in flight at once, leases apart; others wait their turn. httpx's pool looks at every connection for every
+# request, so its cost grows with the square of them, and the router answers within milliseconds.
+MAX_CONCURRENT: Final = 8
 _V1: Final = "/v1"
 
 
@@ -75,7 +78,8 @@ class RouterClient:
     def __init__(self, url: str, *, admin_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
         headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * MAX_CONCURRENT)
+        self._turns = asyncio.Semaphore(MAX_CONCURRENT)
         # trust_env=False: a proxy set for the agent's internet access must not stand between us and our own router.
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False
@@ -166,7 +170,7 @@ class RouterClient:
     async def lease(self, *, num_groups: int, step: int, wait_s: float) -> Lease | None:
         """The next batch, or None when nothing is ready within wait_s."""
         body = {"num_groups": num_groups, "step": step, "wait_s": wait_s}
-        response = await self._send("POST", "/learner/lease", body, timeout_s=wait_s + LEASE_GRACE_S)
+        response = await self._request("POST", "/learner/lease", body, timeout_s=wait_s + LEASE_GRACE_S)
         return None if response.status_code == httpx.codes.NO_CONTENT else decode_lease(response.content)
 
     async def consume(self, lease_id: str, *, step: int) -> int:
@@ -222,12 +226,14 @@ class RouterClient:
     # Transport
 
     async def _get(self, path: str, query: Mapping[str, str] | None = None) -> Json:
-        return _object(await self._send("GET", path, query=query, repeat=True))
+        async with self._turns:
+            return _object(await self._request("GET", path, query=query, repeat=True))
 
     async def _post(self, path: str, body: Json, *, repeat: bool = False) -> Json:
-        return _object(await self._send("POST", path, body, repeat=repeat))
+        async with self._turns:
+            return _object(await self._request("POST", path, body, repeat=repeat))
 
-    async def _send(
+    async def _request(
         self,
         method: str,
         path: str,

@@ -79,7 +79,7 @@ class Collector:
     async def _group(self, index: int, num_rollouts: int, opened: asyncio.Event | None = None) -> None:
         """Run the (missing) rollouts of one group. `opened` is set once the buffer knows the group."""
         place = self._order(index)
-        session = {
+        session: dict[str, Any] = {
             "task_id": task_id(self._tasks[place], place),
             "group_id": f"{_GROUP_PREFIX}{index:08d}",
             "group_size": self._group_size,
@@ -119,4 +119,5 @@ def _index(group_id: str) -> int:
 
 
 def _next_index(status: BufferStatus) -> int:
-    return 0 if status.newest_group is None else _index(status.newest_group) + 1
+    newest = status.newest_group
+    return _index(newest) + 1 if newest is not None and newest.startswith(_GROUP_PREFIX) else 0

@@ -47,7 +47,7 @@ async def train(
     async with AsyncExitStack() as stack:
         display = stack.enter_context(display or Display())
         display.title(f"{run.path}: {model_dir.name}, {config.run.steps} steps")
-        url = router_url or await stack.enter_async_context(serving(config, run))
+        url = router_url if router_url is not None else await stack.enter_async_context(serving(config, run))
         client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
         ranks = await stack.enter_async_context(LocalRanks(_rank_spec(config), run.logs))
         pool = None

@@ -1,0 +1,124 @@
+"""linear_logprob: hidden states and the head's weight to the log-probabilities of given tokens, without the batch's logits.
+
+Chunked over tokens; the backward pass computes each chunk's logits again. cuBLAS (or MKL) does the matrix products, a row kernel the
+softmax statistics: Triton on a GPU, plain torch elsewhere. The vocabulary may be sharded over a tensor-parallel group.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlagent.kernels.reference import Partial, gradient_rows_, partial_rows
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100,
+    return_entropy: bool = False, tp_group: Any = None, chunk: int = 2048, backend: Backend = "auto",
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """log_softmax(hidden weight^T / temperature) at `target`, and optionally its entropy.
+
+    hidden [T, H]; weight [V, H] (with tp_group: this rank's contiguous shard, shards in rank order); target [T] int64, global ids,
+    or ignore_index (logprob and entropy 0, no gradient); temperature a number or [T]; columns >= vocab_size are padding.
+    Returns (logprob [T] f32, entropy [T] f32 or None), both differentiable in hidden and weight.
+    """
+    scale = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0])
+    rows = _rows(backend, hidden.device)
+    logprob, entropy = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, scale, ignore_index, return_entropy, tp_group, chunk, vocab_size, rows
+    )
+    return logprob, entropy if return_entropy else None
+
+
+def _rows(backend: Backend, device: torch.device) -> Any:
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return partial_rows, gradient_rows_
+    from rlagent.kernels import logprob_triton
+
+    return logprob_triton.partial_rows, logprob_triton.gradient_rows_
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, ignore_index: int,
+        return_entropy: bool, group: Any, chunk: int, vocab_size: int | None, rows: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        shard = _Shard(weight, group, vocab_size)
+        ctx.set_materialize_grads(False)
+        kept = target != ignore_index
+        # What an ignored row holds, NaN included, must not reach a gradient.
+        hidden = torch.where(kept.unsqueeze(1), hidden, 0.0)
+        temperature = torch.where(kept, temperature, 1.0)
+        lse, logprob, entropy = (hidden.new_empty(len(target), dtype=torch.float32) for _ in range(3))
+        for part in _chunks(len(target), chunk):
+            z = shard.logits(hidden[part], weight, temperature[part])
+            found = shard.combine(rows[0](z, shard.local(target[part])))
+            lse[part] = found.maximum + found.sum_exp.log()
+            logprob[part] = found.target - lse[part]
+            entropy[part] = lse[part] - found.sum_exp_z / found.sum_exp
+        ctx.save_for_backward(hidden, weight, target, temperature, lse, entropy, kept)
+        ctx.options = (return_entropy, shard, chunk, rows)
+        return torch.where(kept, logprob, 0.0), torch.where(kept, entropy, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, temperature, lse, entropy, kept = ctx.saved_tensors
+        return_entropy, shard, chunk, rows = ctx.options
+        grad_logprob = torch.zeros_like(lse) if grads[0] is None else torch.where(kept, grads[0], 0.0) / temperature
+        grad_entropy = None
+        if return_entropy and grads[1] is not None:
+            grad_entropy = torch.where(kept, grads[1], 0.0) / temperature
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for part in _chunks(len(target), chunk):
+            z = shard.logits(hidden[part], weight, temperature[part])
+            dz = rows[1](
+                z, shard.local(target[part]), lse[part], entropy[part], grad_logprob[part],
+                None if grad_entropy is None else grad_entropy[part],
+            ).to(weight.dtype)  # fmt: skip
+            grad_hidden[part] = dz @ weight[: shard.valid]
+            grad_weight[: shard.valid] += dz.T @ hidden[part].to(weight.dtype)
+        if shard.group is not None:
+            dist.all_reduce(grad_hidden, group=shard.group)
+        return grad_hidden, grad_weight.to(weight.dtype), *([None] * 8)
+
+
+class _Shard:
+    """This rank's part of the vocabulary."""
+
+    def __init__(self, weight: Tensor, group: Any, vocab_size: int | None) -> None:
+        self.group = group
+        self.size = weight.shape[0]
+        self.start = 0 if group is None else dist.get_rank(group) * self.size
+        # Padding rows of the weight are left out of the product: no column has to be masked afterwards.
+        self.valid = self.size if vocab_size is None else min(self.size, max(0, vocab_size - self.start))
+
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+        """z [c, valid] f32."""
+        z = (hidden.to(weight.dtype) @ weight[: self.valid].T).float()
+        return z.div_(temperature.unsqueeze(1))
+
+    def local(self, target: Tensor) -> Tensor:
+        """Targets as indices into the shard, -1 where they lie elsewhere or are ignored."""
+        index = target - self.start
+        return torch.where((index >= 0) & (index < self.size) & (target >= 0), index, -1)
+
+    def combine(self, partial: Partial) -> Partial:
+        """Statistics over all shards."""
+        if self.group is None:
+            return partial
+        maximum = partial.maximum.clone()
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.group)
+        rescale = (partial.maximum - maximum).exp()
+        sums = torch.stack((partial.sum_exp * rescale, partial.sum_exp_z * rescale, partial.target))
+        dist.all_reduce(sums, group=self.group)
+        return Partial(maximum, sums[0], sums[1], sums[2])
+
+
+def _chunks(length: int, chunk: int) -> list[slice]:
+    return [slice(start, min(length, start + chunk)) for start in range(0, length, chunk)]

@@ -1,0 +1,52 @@
+"""Row statistics of logits in plain torch: the reference of the Triton kernels and the implementation on a CPU.
+
+Rows are tokens; z are logits already divided by the temperature. With a vocabulary that is sharded over ranks, the three sums of
+`Partial` are combined over them before `finish`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Partial:
+    """Of one vocabulary shard, all [c] f32: max z; sum exp(z - max); sum exp(z - max) z; target z (0 if not in the shard)."""
+
+    maximum: Tensor
+    sum_exp: Tensor
+    sum_exp_z: Tensor
+    target: Tensor
+
+
+def partial_rows(z: Tensor, target: Tensor) -> Partial:
+    """Statistics of z [c, V] f32. target [c] int64 is an index into this shard, or negative when it lies elsewhere."""
+    if not z.shape[1]:  # a shard of padding only
+        zero = z.new_zeros(len(z))
+        return Partial(torch.full_like(zero, -torch.inf), zero, zero, zero)
+    maximum = z.amax(-1)
+    weights = (z - maximum.unsqueeze(1)).exp_()
+    sum_exp = weights.sum(-1)
+    sum_exp_z = torch.linalg.vecdot(weights, z)
+    here = target >= 0
+    chosen = z.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return Partial(maximum, sum_exp, sum_exp_z, torch.where(here, chosen, torch.zeros_like(chosen)))
+
+
+def gradient_rows_(
+    z: Tensor, target: Tensor, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """Overwrite z [c, V] with dz: p = exp(z - lse); dz = g_lp (onehot - p) - g_H p (log p + H). All else [c]."""
+    logp = z.sub_(lse.unsqueeze(1))
+    p = logp.exp()
+    if grad_entropy is None:
+        dz = p.mul_(-grad_logprob.unsqueeze(1))
+    else:
+        slope = logp.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+        dz = p.mul_(-(slope + grad_logprob.unsqueeze(1)))
+    if not z.shape[1]:
+        return dz
+    here = target >= 0
+    dz.scatter_add_(1, target.clamp(min=0).unsqueeze(1), torch.where(here, grad_logprob, 0.0).unsqueeze(1))
+    return dz

@@ -1,0 +1,118 @@
+"""Groups to a Batch: advantages, then packing, then the aggregation's weights. Pure numpy; runs in the driver.
+
+Invariant: a row that holds no sampled token, or is too long, leaves the batch only after the advantages were computed, so
+dropping it moves no baseline.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlagent.errors import LearnerError
+from rlagent.trainer.advantage import advantages
+from rlagent.trainer.aggregation import AGGREGATIONS
+from rlagent.trainer.config import AdvantageConfig, LossConfig
+from rlagent.types import Batch, Group, Trajectory
+
+_TOKEN_FIELDS = ("token_ids", "position_ids", "loss_mask", "rollout_logprobs", "temperature", "advantages", "weight",
+                 "versions")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """A step's batch, and how many rows were left out of it, by reason."""
+
+    batch: Batch
+    dropped: Mapping[str, int]
+
+
+def pack(groups: Sequence[Group], *, advantage: AdvantageConfig, loss: LossConfig, max_row_tokens: int) -> PackResult:
+    """All trainable rows of the groups, in order, with advantages and weights."""
+    values = advantages(groups, advantage)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rows: list[Trajectory] = []
+    owners: list[int] = []
+    dropped: dict[str, int] = {}
+    for index, rollout in enumerate(rollouts):
+        for row in rollout.rows:
+            reason = "too_long" if len(row) > max_row_tokens else "" if row.loss_mask.any() else "nothing_sampled"
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+                continue
+            rows.append(row)
+            owners.append(index)
+    batch = _concatenate(rows, owners, [values[rollouts[owner].rollout_id] for owner in owners])
+    return PackResult(batch=weigh(batch, loss), dropped=dropped)
+
+
+def weigh(batch: Batch, loss: LossConfig) -> Batch:
+    """Fold the aggregation into `weight`: afterwards the objective is sum(weight * per-token loss)."""
+    if not batch.num_sampled:
+        return batch
+    lengths = row_sums(batch, batch.loss_mask.astype(np.int64))
+    per_row = AGGREGATIONS[loss.aggregation](lengths, batch.rollout_index.astype(np.int64), loss.constant_length)
+    per_token = np.repeat(per_row, np.diff(batch.cu_seqlens))
+    return replace(batch, weight=np.where(batch.loss_mask, per_token, np.float32(0)))
+
+
+def row_sums(batch: Batch, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sum of a per-token integer over each row, [B]."""
+    total = np.concatenate((np.zeros(1, np.int64), np.cumsum(values)))
+    return total[batch.cu_seqlens[1:]] - total[batch.cu_seqlens[:-1]]
+
+
+def select(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The batch of some rows only, in the order given; weights stay, so that parts of one step still sum to it."""
+    index = np.asarray(rows, dtype=np.int64)
+    lengths = np.diff(batch.cu_seqlens)[index]
+    pieces = [np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in index]
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+    taken = {name: getattr(batch, name)[tokens] for name in _TOKEN_FIELDS}
+    return Batch(
+        **taken,
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        rollout_index=batch.rollout_index[index],
+        num_sampled=int(taken["loss_mask"].sum()),
+    )
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """Up to `parts` batches, each an update of its own; a rollout's rows stay together, rollouts keep their order.
+
+    Weights are scaled by (total weight) / (the part's weight), so that every part is normalised like a whole step.
+    """
+    if parts < 1:
+        raise LearnerError(f"a batch is split into at least 1 part, not {parts}")
+    ids = np.unique(batch.rollout_index)
+    total = float(batch.weight.sum())
+    found = []
+    for chunk in np.array_split(ids, min(parts, max(1, len(ids)))):
+        part = select(batch, np.flatnonzero(np.isin(batch.rollout_index, chunk)).tolist())
+        own = float(part.weight.sum())
+        found.append(replace(part, weight=part.weight * np.float32(total / own)) if own else part)
+    return found
+
+
+def _concatenate(rows: Sequence[Trajectory], owners: Sequence[int], values: Sequence[float]) -> Batch:
+    lengths = [len(row) for row in rows]
+
+    def join(pieces: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+        return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype=dtype)
+
+    mask = join([row.loss_mask for row in rows], np.bool_).astype(np.bool_)
+    spread = np.repeat(np.asarray(values, dtype=np.float32), lengths)
+    return Batch(
+        token_ids=join([row.token_ids for row in rows], np.int32).astype(np.int32, copy=False),
+        position_ids=join([np.arange(n, dtype=np.int32) for n in lengths], np.int32).astype(np.int32, copy=False),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=join([row.logprobs for row in rows], np.float32).astype(np.float32, copy=False),
+        temperature=join([row.temperature for row in rows], np.float32).astype(np.float32, copy=False),
+        advantages=np.where(mask, spread, np.float32(0)),
+        weight=np.zeros(len(mask), dtype=np.float32),
+        versions=join([row.versions for row in rows], np.int32).astype(np.int32, copy=False),
+        rollout_index=np.asarray(owners, dtype=np.int32),
+        num_sampled=int(mask.sum()),
+    )

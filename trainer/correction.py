@@ -1,0 +1,58 @@
+"""Corrections of the mismatch between the engine's policy and the learner's, on w = exp(lp_old - lp_roll).
+
+Each gives a factor a token (detached) that multiplies the policy loss. Sequences are told apart by `rollout_index`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from rlagent.errors import LearnerError
+from rlagent.trainer.config import CorrectionConfig
+
+# (w [T], config) -> factor [T]
+Rule = Callable[[Tensor, CorrectionConfig], Tensor]
+
+
+def tis(w: Tensor, config: CorrectionConfig) -> Tensor:
+    """Truncated importance sampling: min(w, high) (Yao et al. 2025; Ionides 2008)."""
+    return w.clamp(max=config.high)
+
+
+def mis(w: Tensor, config: CorrectionConfig) -> Tensor:
+    """Masked importance sampling, IcePop: w inside [low, high], 0 outside (arXiv 2510.18855, eq. 3)."""
+    return torch.where((w >= config.low) & (w <= config.high), w, torch.zeros_like(w))
+
+
+_RULES: Final[Mapping[str, Rule]] = {"tis": tis, "mis": mis, "icepop": mis}
+
+
+def correction(log_w: Tensor, mask: Tensor, rollout_index: Tensor, config: CorrectionConfig) -> Tensor | None:
+    """Factor [T], or None when nothing is corrected. log_w [T] must be 0 outside the mask."""
+    if config.name == "none" and config.veto is None:
+        return None
+    if config.name not in ("none", *_RULES):
+        raise LearnerError(f"learner.correction.name = {config.name!r} is unknown; known: none, {', '.join(_RULES)}")
+    log_w = log_w.detach()
+    factor = torch.ones_like(log_w)
+    if config.name != "none":
+        factor = _RULES[config.name](_level(log_w, mask, rollout_index, config.level).exp(), config)
+    if config.veto is not None:
+        lowest = torch.full((int(rollout_index.max()) + 1,), torch.inf, dtype=log_w.dtype, device=log_w.device)
+        lowest = lowest.scatter_reduce(0, rollout_index, torch.where(mask, log_w, torch.inf), "amin")
+        factor = torch.where(lowest[rollout_index].exp() < config.veto, torch.zeros_like(factor), factor)
+    return factor
+
+
+def _level(log_w: Tensor, mask: Tensor, rollout_index: Tensor, level: str) -> Tensor:
+    """log w of each token, of its sequence (sum), or its sequence's geometric mean."""
+    if level == "token":
+        return log_w
+    size = int(rollout_index.max()) + 1
+    total = torch.zeros(size, dtype=log_w.dtype, device=log_w.device).index_add(0, rollout_index, log_w)
+    if level == "geometric":
+        count = torch.zeros_like(total).index_add(0, rollout_index, mask.to(log_w.dtype))
+        total = total / count.clamp(min=1)
+    return total[rollout_index]

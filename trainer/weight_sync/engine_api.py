@@ -1,0 +1,64 @@
+"""HTTP to an engine's control surface (SGLang's, or the embedded engine's). Every failure is a WeightSyncError that names the engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import httpx
+
+from rlagent.errors import WeightSyncError
+
+T = TypeVar("T")
+TIMEOUT_S: Final = 600.0  # a large bucket is loaded before it is answered
+
+
+class EngineApi:
+    """Control of one engine."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST; the JSON answer. WeightSyncError with status and body when it is not a success."""
+        try:
+            response = self._http.post(path, json=dict(body))
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
+        if response.is_error:
+            raise WeightSyncError(f"engine {self.url} refused {path}: {response.status_code} {response.text[:2000]}")
+        answer = response.json() if response.content else {}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise WeightSyncError(f"engine {self.url} refused {path}: {answer.get('message')}")
+        return answer if isinstance(answer, dict) else {}
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+
+class EngineSet:
+    """All engines of a push, spoken to at once."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = tuple(urls)
+        self.engines = [EngineApi(url) for url in urls]
+        self._threads = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight-sync")
+
+    def each(self, work: Callable[[EngineApi], T]) -> list[T]:
+        """Run `work` for every engine in parallel; the first failure is raised once all have answered."""
+        futures = [self._threads.submit(work, engine) for engine in self.engines]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def post(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The same POST to every engine."""
+        return self.each(lambda engine: engine.post(path, body))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._threads.shutdown()
+        for engine in self.engines:
+            engine.close()

@@ -1,0 +1,107 @@
+"""One push: begin, buckets, end with the version, verify. Runs in the learner's rank 0, while the router has the engines paused.
+
+Invariant: an engine says version n only once all of n is in it; whatever fails raises WeightSyncError, and the caller gives the publish
+up, which brings the engines back to the newest snapshot.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from rlagent.errors import WeightSyncError
+from rlagent.trainer.config import SyncConfig
+from rlagent.trainer.weight_sync.buckets import Bucket, make_buckets
+from rlagent.trainer.weight_sync.engine_api import EngineSet
+from rlagent.trainer.weight_sync.report import PushReport
+from rlagent.trainer.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+
+
+class WeightSync:
+    """Pushes weights to engines by the transport of its config; keeps connections and groups between pushes."""
+
+    def __init__(self, config: SyncConfig, *, engine_dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = engine_dtype
+        self._engines: EngineSet | None = None
+        self._num_pushes = 0
+        self._transport: Transport = {
+            "tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport,
+        }[config.transport]()  # fmt: skip
+
+    def push(self, engines: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PushReport:
+        """Make every engine (base URLs) hold `weights` (full tensors by Hugging Face name) as `version`."""
+        connected = self._connect(engines)
+        self._num_pushes += 1
+        verify = self._config.verify_every > 0 and self._num_pushes % self._config.verify_every == 0
+        stamp, seconds = str(version), {"gather": 0.0, "send": 0.0}
+        checksums: dict[str, str] = {}
+        on_disk = self._config.transport == "disk"
+        num_bytes = num_buckets = 0
+        if not on_disk:
+            connected.post("/begin_weight_update", {"selector": "all"})
+        clock = time.perf_counter()
+        for bucket in make_buckets(self._cast(weights), self._config.bucket_bytes):
+            if verify:
+                checksums |= bucket_checksums(bucket)
+            seconds["gather"] += -clock + (clock := time.perf_counter())
+            self._transport.send(connected, bucket, stamp)
+            seconds["send"] += -clock + (clock := time.perf_counter())
+            num_bytes, num_buckets = num_bytes + bucket.flat.nbytes, num_buckets + 1
+        self._transport.finish(connected, stamp)
+        if not on_disk:
+            connected.post("/end_weight_update", {})
+        seconds["end"] = -clock + (clock := time.perf_counter())
+        verified = self._verify(connected, checksums) if verify else "not this time"
+        seconds["verify"] = time.perf_counter() - clock
+        digest = hashlib.sha256("".join(checksums.values()).encode()).hexdigest() if checksums else ""
+        return PushReport(
+            version=version,
+            num_bytes=num_bytes,
+            num_buckets=num_buckets,
+            checksum=digest,
+            verified=verified,
+            seconds=seconds,
+        )
+
+    def close(self) -> None:
+        """Leave groups, close connections."""
+        self._transport.close()
+        if self._engines is not None:
+            self._engines.close()
+
+    def _cast(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            yield name, tensor.to(self._dtype)
+
+    def _connect(self, urls: Sequence[str]) -> EngineSet:
+        if self._engines is None or self._engines.urls != tuple(urls):
+            if self._engines is not None:
+                self._engines.close()
+            self._engines = EngineSet(urls)
+        return self._engines
+
+    @staticmethod
+    def _verify(engines: EngineSet, expected: dict[str, str]) -> str:
+        """Compare what every engine holds with what was sent, tensor by tensor."""
+        for engine, answer in zip(
+            engines.engines, engines.post("/weights_checker", {"action": "checksum"}), strict=True
+        ):
+            if answer.get("naming") != "hf":
+                return f"engine {engine.url} hashes fused tensors, which are not compared"
+            found = answer["checksums"]
+            wrong = [name for name, digest in expected.items() if found.get(name) != digest]
+            if wrong:
+                raise WeightSyncError(
+                    f"engine {engine.url} does not hold what was sent: {len(wrong)} of {len(expected)} tensors differ, first {wrong[0]!r}"
+                )
+        return "yes"
+
+
+def bucket_checksums(bucket: Bucket) -> dict[str, str]:
+    """sha256 of each tensor's bytes."""
+    flat = bucket.flat.cpu().numpy()
+    return {
+        slot.name: hashlib.sha256(flat[slot.start_idx : slot.end_idx].tobytes()).hexdigest() for slot in bucket.slots
+    }

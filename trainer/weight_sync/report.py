@@ -1,0 +1,19 @@
+"""What a push tells the driver. No torch here: the driver unpickles it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """checksum: sha256 over all tensors' checksums in the order they were sent; "" when none was computed this time.
+
+    seconds: by stage ("gather" from the learner, "send", "end", "verify"). verified: "yes", or why not.
+    """
+
+    version: int
+    num_bytes: int
+    num_buckets: int
+    checksum: str
+    verified: str
+    seconds: Mapping[str, float] = field(default_factory=dict)

@@ -67,6 +67,7 @@ def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: Para
         ignore_index=IGNORED,
         return_entropy=True,
         tp_group=plan.tensor_group if plan.config.tensor > 1 else None,
+        vocab_size=model.architecture.vocab_size,
     )
     assert entropy is not None
     if microbatch.slots is None:

@@ -103,7 +103,7 @@ class Learner:
     def _microbatches(self, batch: Batch) -> list[Microbatch]:
         """This rank's share of a batch."""
         shares = plan_microbatches(
-            np.diff(batch.cu_seqlens), budget=self.config.batch.tokens, ranks=self.plan.config.data
+            np.diff(batch.cu_seqlens).tolist(), budget=self.config.batch.tokens, ranks=self.plan.config.data
         )
         return [
             make_microbatch(batch, list(rows), self.plan, self.inverse_frequencies, self.dtype)
@@ -144,13 +144,13 @@ class Learner:
         self.num_steps += 1
         return {
             **reduce(self._sum_stats(stats), batch.num_sampled),
-            "grad_norm": float(np.mean(norms)),
-            "lr": rate,
-            "updates": float(len(works)),
-            "microbatches": float(sum(len(update) for update in works)),
-            "tokens": float(batch.num_tokens),
-            "score_s": scored - started,
-            "update_s": time.perf_counter() - scored,
+            "policy/grad_norm": float(np.mean(norms)),
+            "policy/lr": rate,
+            "learner/updates": float(len(works)),
+            "learner/microbatches": float(sum(len(update) for update in works)),
+            "learner/tokens": float(batch.num_tokens),
+            "learner/score_s": scored - started,
+            "learner/update_s": time.perf_counter() - scored,
         }
 
     def _sum_stats(self, stats: list[Stats]) -> Stats:

@@ -133,7 +133,7 @@ def _own_scores(scored: Int64Array, own: Int64Array, num_tokens: int) -> tuple[I
     return np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, len(scored), np.int64)
 
 
-def _streams(  # noqa: PLR0917
+def _streams(
     batch: Batch, rows: list[int], index: Int64Array, scored: Int64Array, lengths: Int64Array, device: torch.device
 ) -> Streams:
     if not len(scored):

@@ -31,7 +31,7 @@ def config(dtype: str = "float32") -> LearnerConfig:
 
 
 def steps(learner: Learner, first: int, last: int) -> list[float]:
-    return [learner.train_step(make_batch(seed=seed))["grad_norm"] for seed in range(first, last)]
+    return [learner.train_step(make_batch(seed=seed))["policy/grad_norm"] for seed in range(first, last)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

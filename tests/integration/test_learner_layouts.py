@@ -12,7 +12,7 @@ import pytest
 import torch
 from learner_layouts import layout_name
 from safetensors.torch import load_file
-from tiny_models import free_port, make_model
+from tiny_models import free_ports, make_model
 
 SCRIPT = Path(__file__).parents[1] / "support" / "learner_layouts.py"
 LIMIT_S = 300
@@ -35,7 +35,7 @@ Layout = dict[str, int]
 
 def launch(world: int, layouts: list[Layout], model_dir: Path, out: Path) -> None:
     """Run the ranks to their end; the first failure ends the others."""
-    port = free_port()
+    port = free_ports(len(layouts))
     arguments = [str(world), str(port), str(model_dir), str(out), json.dumps(layouts)]
     ranks = [
         subprocess.Popen(
@@ -71,7 +71,7 @@ def check(layouts: list[Layout], world: int, directory: Path, *, family: str, ti
     launch(world, layouts, model_dir, directory)
     initial = load_file(model_dir / "model.safetensors")
     wanted: dict[str, Any] = torch.load(directory / "one.pt", weights_only=False)
-    assert wanted["resumed"] == wanted["metrics"][1]["grad_norm"]
+    assert wanted["resumed"] == wanted["metrics"][1]["policy/grad_norm"]
     for layout in layouts:
         name = layout_name(layout)
         found: dict[str, Any] = torch.load(directory / f"{name}.pt", weights_only=False)
@@ -79,10 +79,10 @@ def check(layouts: list[Layout], world: int, directory: Path, *, family: str, ti
         assert difference(found["weights"][0], wanted["weights"][0], initial) < 1e-5, name
         assert difference(found["weights"][1], wanted["weights"][1], initial) < 2e-5, name
         for one, other in zip(found["metrics"], wanted["metrics"], strict=True):
-            timed = ("score_s", "update_s", "microbatches")
+            timed = ("learner/score_s", "learner/update_s", "learner/microbatches")
             kept = {key: value for key, value in one.items() if key not in timed}
             assert kept == pytest.approx({key: other[key] for key in kept}, rel=1e-4, abs=1e-5), name
-        assert found["resumed"] == found["metrics"][1]["grad_norm"], name
+        assert found["resumed"] == found["metrics"][1]["policy/grad_norm"], name
         saved = load_file(directory / f"hf-{name}" / "model.safetensors")
         assert difference(saved, dict(sorted(wanted["weights"][1].items())), initial) < 1e-4, name
 

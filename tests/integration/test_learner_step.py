@@ -21,6 +21,7 @@ from rlagent.trainer.weights import local_parameter
 from rlagent.types import Batch
 
 WHOLE = 4096  # tokens: one microbatch
+LONGEST = max(LENGTHS)
 STILL = OptimizerConfig(lr=1e-30, clip_grad=0)  # leaves weights and gradients as they are
 
 
@@ -87,7 +88,7 @@ def test_bfloat16_stays_near_float32(model_dir: Path) -> None:
         wanted = exact.logprobs(batch)
     with make_learner(model_dir, config(dtype="bfloat16")) as learner:
         assert np.abs(learner.logprobs(batch) - wanted).max() < 0.2
-        assert np.isfinite(learner.train_step(batch)["grad_norm"])
+        assert np.isfinite(learner.train_step(batch)["policy/grad_norm"])
 
 
 def test_recomputing_activations_changes_no_bit(model_dir: Path) -> None:
@@ -100,7 +101,7 @@ def test_recomputing_activations_changes_no_bit(model_dir: Path) -> None:
 
 def test_any_split_into_microbatches_gives_the_gradients_of_row_by_row(learner: Learner) -> None:
     batch = make_batch()
-    one_row_each = gradients(retuned(learner, tokens=16), batch)
+    one_row_each = gradients(retuned(learner, tokens=LONGEST), batch)
     for tokens in (24, 40, WHOLE):
         assert_same(gradients(retuned(learner, tokens=tokens), batch), one_row_each)
 
@@ -113,20 +114,20 @@ def test_the_order_of_rows_changes_nothing(learner: Learner) -> None:
 
 def test_rows_without_a_sampled_token_add_nothing_even_alone_in_a_microbatch(learner: Learner) -> None:
     batch = make_batch()
-    lengths = (*LENGTHS, 16)
+    lengths = (*LENGTHS, LONGEST)  # a microbatch of its own
     longer = make_batch(lengths=lengths)
-    tail = np.zeros(16, np.float32)
+    tail = np.zeros(LONGEST, np.float32)
     masked = replace(
         longer,
         **{
             name: np.concatenate((getattr(batch, name), tail.astype(getattr(batch, name).dtype)))
             for name in ("loss_mask", "rollout_logprobs", "advantages", "weight")
         },
-        token_ids=np.concatenate((batch.token_ids, longer.token_ids[-16:])),
+        token_ids=np.concatenate((batch.token_ids, longer.token_ids[-LONGEST:])),
         temperature=np.concatenate((batch.temperature, tail + 1)),
         num_sampled=batch.num_sampled,
     )
-    wanted = gradients(retuned(learner, tokens=16), batch)
+    wanted = gradients(retuned(learner, tokens=LONGEST), batch)
     assert_same(gradients(learner, masked), wanted)
 
 
@@ -170,7 +171,7 @@ def test_several_updates_a_step_share_the_old_policy(model_dir: Path) -> None:
         batch = make_batch()
         old = learner.logprobs(batch)
         metrics = learner.train_step(batch)
-        assert metrics["updates"] == 2
+        assert metrics["learner/updates"] == 2
         assert np.abs(learner.logprobs(batch) - old)[batch.loss_mask].max() > 1e-3
 
 

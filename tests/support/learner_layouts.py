@@ -17,7 +17,7 @@ from rlagent.trainer.learner import Learner
 
 STRAIGHT = OptimizerConfig(lr=1e3, eps=1e3, clip_grad=0)
 """With a large eps AdamW's first step moves a weight by its gradient, to 1e-3 of it, so that exported weights show gradients."""
-LENGTHS = (7, 12, 3, 20, 1, 12, 16)
+LENGTHS = (7, 12, 3, 20, 1, 12, 24)
 
 
 def layout_name(layout: dict[str, int]) -> str:
@@ -27,7 +27,7 @@ def layout_name(layout: dict[str, int]) -> str:
 def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
     config = LearnerConfig(device="cpu", batch=BatchConfig(tokens=24), optimizer=STRAIGHT)
     batch = make_batch(lengths=LENGTHS, vocab=VOCAB)
-    batch.loss_mask[-16:] = False  # one microbatch without any sampled token
+    batch.loss_mask[-24:] = False  # a microbatch without any sampled token
     learner = Learner(
         config,
         ParallelConfig(**layout),
@@ -46,7 +46,7 @@ def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Pat
             if step == 0:
                 learner.save(out / f"checkpoint-{layout_name(layout)}", {})
         learner.load(out / f"checkpoint-{layout_name(layout)}")
-        found["resumed"] = learner.train_step(batch)["grad_norm"]
+        found["resumed"] = learner.train_step(batch)["policy/grad_norm"]
         learner.save_hf(out / f"hf-{layout_name(layout)}")
     if rank == 0:
         torch.save(found, out / f"{layout_name(layout)}.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,12 +112,17 @@ def oracle_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int = 1) -> int:
+    """The first of `count` ports in a row nobody listens on, below those that the system gives to outgoing connections."""
+    while True:
+        first = random.randrange(15000, 30000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
 
 
 def make_learner(model_dir: Path, config: LearnerConfig | None = None, **options: Any) -> Learner:
@@ -127,7 +133,7 @@ def make_learner(model_dir: Path, config: LearnerConfig | None = None, **options
         "world_size": 1,
         "seed": 0,
         "total_steps": 10,
-        "master_port": free_port(),
+        "master_port": free_ports(),
         **options,
     }
     return Learner(config or LearnerConfig(device="cpu"), ParallelConfig(), model_dir, **given)

@@ -31,6 +31,8 @@ from rlagent.trainer.model.norm import RMSNorm
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose last stage answers hidden states [t, 1, H], so that logits of a whole batch never exist."""
 
+    architecture: Architecture
+
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
         return hidden_states
 
@@ -180,4 +182,5 @@ def build_model(
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="none",
     )
+    model.architecture = arch
     return model.cuda() if cuda else model

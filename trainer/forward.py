@@ -165,3 +165,27 @@ def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: 
     """Megatron's finalisation without its division by a token count: gradients are sums over ranks and microbatches."""
     del num_tokens
     megatron.finalize_model_grads(model, None, **groups)
+
+
+def _combine(totals: dict[str, float], name: str, number: float) -> None:
+    if name in totals:
+        number = max(totals[name], number) if name.startswith("max:") else totals[name] + number
+    totals[name] = number
+
+
+def sum_stats(stats: Sequence[Stats], plan: ParallelPlan) -> dict[str, float]:
+    """Statistics of all microbatches of all ranks, added (or the largest taken) in one fixed order: equal on all ranks."""
+    local: dict[str, float] = {}
+    if plan.counts:
+        for one in stats:
+            for name, value in one.items():
+                _combine(local, name, float(value))
+    gathered: list[dict[str, float]] = [local]
+    if plan.world_size > 1:
+        gathered = [{} for _ in range(plan.world_size)]
+        dist.all_gather_object(gathered, local)
+    totals: dict[str, float] = {}
+    for part in gathered:
+        for name, number in part.items():
+            _combine(totals, name, number)
+    return totals

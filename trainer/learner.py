@@ -18,14 +18,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlagent.errors import CheckpointError
 from rlagent.trainer import checkpoint, parallel, weights
 from rlagent.trainer.batch import split
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
-from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients
+from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model import megatron
@@ -33,9 +31,8 @@ from rlagent.trainer.model.architecture import read_architecture
 from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
 from rlagent.trainer.optimizer import PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
+from rlagent.trainer.snapshot import read_snapshot, write_snapshot
 from rlagent.types import Batch, Float32Array
-
-RNG_TENSOR = "rng/torch"
 
 
 def use_cuda(config: LearnerConfig) -> bool:
@@ -143,7 +140,7 @@ class Learner:
             norms.append(self.optimizer.step(rate))
         self.num_steps += 1
         return {
-            **reduce(self._sum_stats(stats), batch.num_sampled),
+            **reduce(sum_stats(stats, self.plan), batch.num_sampled),
             "policy/grad_norm": float(np.mean(norms)),
             "policy/lr": rate,
             "learner/updates": float(len(works)),
@@ -152,26 +149,6 @@ class Learner:
             "learner/score_s": scored - started,
             "learner/update_s": time.perf_counter() - scored,
         }
-
-    def _sum_stats(self, stats: list[Stats]) -> Stats:
-        """Statistics of all microbatches of all ranks, added (or the largest taken) in one fixed order, so equal on
-        all ranks.
-        """
-        local: dict[str, float] = {}
-        if self.plan.counts:
-            for one in stats:
-                for name, value in one.items():
-                    number = float(value)
-                    local[name] = _combine(name, local[name], number) if name in local else number
-        gathered: list[dict[str, float]] = [local]
-        if self.plan.world_size > 1:
-            gathered = [{} for _ in range(self.plan.world_size)]
-            dist.all_gather_object(gathered, local)
-        total: dict[str, float] = {}
-        for part in gathered:
-            for name, number in part.items():
-                total[name] = _combine(name, total[name], number) if name in total else number
-        return {name: torch.tensor(number, dtype=torch.float64) for name, number in total.items()}
 
     def logprobs(self, batch: Batch) -> Float32Array:
         """The current policy's logprobs [N] of the sampled tokens, 0 elsewhere; the same on all ranks."""
@@ -204,57 +181,26 @@ class Learner:
             checkpoint.commit(directory)
         dist.barrier()
 
-    def _shard_name(self) -> str:
-        return f"tensor{self.plan.tensor_rank}-pipeline{self.plan.pipeline_rank}.safetensors"
-
-    def _layout(self) -> dict[str, int]:
-        return {"tensor": self.plan.config.tensor, "pipeline": self.plan.config.pipeline}
-
     def _identity(self) -> dict[str, Any]:
         return {**asdict(self.arch), "dtype": self.config.dtype}
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of weights, optimizer, schedule and RNG with the loop's own `extra`. It appears whole
-        or not at all.
-        """
-        if self.plan.rank == 0:
-            checkpoint.begin(directory)
-        dist.barrier()
-        written = None
-        if self.plan.is_replica_leader:
-            path = checkpoint.partial_directory(directory) / self._shard_name()
-            tensors = {name: tensor.contiguous().cpu() for name, tensor in self.optimizer.tensors().items()}
-            save_file({**tensors, RNG_TENSOR: torch.get_rng_state()}, path)
-            written = checkpoint.record(path)
-        records: list[checkpoint.FileRecord | None] = [None] * self.plan.world_size
-        dist.all_gather_object(records, written)
-        if self.plan.rank == 0:
-            manifest = checkpoint.Manifest(
-                step=self.num_steps,
-                layout=self._layout(),
-                model=self._identity(),
-                config_digest=hashlib.sha256(self.config.model_dump_json().encode()).hexdigest(),
-                files=tuple(one for one in records if one is not None),
-                extra=extra,
-            )
-            checkpoint.write_manifest(checkpoint.partial_directory(directory), manifest)
-            checkpoint.commit(directory)
-        dist.barrier()
+        """Write weights, optimizer, schedule and RNG with the loop's own `extra` (JSON). It appears whole or not at all."""
+        digest = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
+        tensors = self.optimizer.tensors()
+        write_snapshot(
+            directory,
+            self.plan,
+            tensors,
+            step=self.num_steps,
+            model=self._identity(),
+            config_digest=digest,
+            extra=extra,
+        )
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Restore a checkpoint and answer its `extra`. Raises CheckpointError where it is damaged, of another model
-        or another layout.
-        """
-        manifest = checkpoint.read_manifest(directory)
-        if manifest.layout != self._layout():
-            raise CheckpointError(
-                f"{directory} was saved with parallel {dict(manifest.layout)}, not {self._layout()}; "
-                "set parallel.tensor and parallel.pipeline as they were, or start from its Hugging Face export"
-            )
-        if manifest.model != self._identity():
-            raise CheckpointError(f"{directory} is a checkpoint of another model or dtype than {self.model_dir}")
-        tensors = load_file(checkpoint.checked_file(directory, manifest, self._shard_name()))
-        torch.set_rng_state(tensors.pop(RNG_TENSOR))
+        """Restore a checkpoint and answer its `extra`. CheckpointError where it is damaged, or of another model or layout."""
+        manifest, tensors = read_snapshot(directory, self.plan, model=self._identity())
         self.optimizer.restore(tensors)
         self.num_steps = manifest.step
         dist.barrier()
@@ -269,7 +215,3 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _combine(name: str, left: float, right: float) -> float:
-    return max(left, right) if name.startswith("max:") else left + right

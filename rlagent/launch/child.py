@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +77,8 @@ def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent is gone, however that happened (Linux; elsewhere a no-op)."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl: Callable[[int, int], int] = libc.prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it went before the request was in place
         os._exit(1)
 

@@ -93,10 +93,7 @@ class _Worker:
         asyncio.get_running_loop().add_reader(child.connection.fileno(), self._read)
 
     async def close(self) -> None:
-        if self._child is not None:
-            child = self._child
-            self._lose("interrupted", "the run ended")
-            await asyncio.to_thread(child.kill)
+        self._lose("interrupted", "the run ended")
 
     async def run(self, task: Task, session: Mapping[str, str]) -> Outcome:
         async with self._restart:
@@ -104,7 +101,7 @@ class _Worker:
                 await self.start()
         assert self._child is not None
         number = next(self._numbers)
-        outcome = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._jobs[number] = outcome
         try:
             self._child.connection.send_bytes(orjson.dumps({"job": number, "task": task, "session": session}))
@@ -120,10 +117,7 @@ class _Worker:
         """A job that does not end by itself: its process goes, and what else ran there is interrupted."""
         error = f"the rollout blocked its process for longer than rollout.timeout_s = {self._timeout_s}"
         self._jobs.pop(number).set_result(Outcome(status="timeout", error=error))
-        child = self._child
         self._lose("interrupted", "another rollout in the same worker process hung; its worker was ended")
-        if child is not None:
-            child.kill()
 
     def _read(self) -> None:
         assert self._child is not None
@@ -141,8 +135,10 @@ class _Worker:
             job.set_result(outcome)
 
     def _lose(self, status: str, error: str) -> None:
+        """Give the process up: it is ended if it still runs, and all its jobs get an outcome."""
         if self._child is not None:
             asyncio.get_running_loop().remove_reader(self._child.connection.fileno())
+            self._child.kill()
             self._child = None
         for job in self._jobs.values():
             if not job.done():

@@ -1,0 +1,36 @@
+# Four commands run everything: make demo, make test, make check, make bench.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN_DIR ?= runs/parcels-$(shell date +%Y%m%d-%H%M%S)
+SEED ?= 0
+
+.PHONY: demo test check bench format
+
+demo: $(STAMP)  ## train the demo's tool-using agent; takes a few minutes on two cores
+	$(BIN)/rlagent train --config examples/parcels/run.toml --run-dir $(RUN_DIR) --set run.seed=$(SEED)
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+check: $(STAMP)  ## format, lint, types, the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p rlagent
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests/unit tests/property
+
+bench: $(STAMP)  ## every benchmark; each prints a table and the machine
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch comes first and by its exact pin: asked for later, through another package, pip would take a build with CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "rlagent needs Python 3.11; run make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)

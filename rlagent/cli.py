@@ -1,0 +1,248 @@
+"""The command line: serve, train, engine, session, export, version.
+
+Heavy imports stand inside the commands, so that `--help` and `serve` start without torch.
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rlagent.errors import LoadError, RlagentError
+
+app = typer.Typer(
+    name="rlagent", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Reinforcement learning of agents with the control inverted: point an agent's base_url at the router, and its calls "
+    "become trajectories that a learner trains on.",
+)  # fmt: skip
+session_app = typer.Typer(no_args_is_help=True, help="Make, finish and look at sessions of a running router.")
+app.add_typer(session_app, name="session")
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of settings.", metavar="FILE")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", help="One setting, e.g. -s learner.optimizer.lr=1e-4. Repeatable.", metavar="A.B=C"),
+]
+ModelOption = Annotated[Path | None, typer.Option("--model", "-m", help="Hugging Face model directory.", metavar="DIR")]
+RouterOption = Annotated[str, typer.Option("--router", help="Base URL of a running router.", metavar="URL")]
+AdminKeyOption = Annotated[
+    str | None, typer.Option("--admin-key", envvar="RLAGENT_ADMIN_KEY", help="The router's admin key.")
+]
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    engine: Annotated[
+        str | None, typer.Option(help="embedded: start engines here; attach: use those of --engine-url.")
+    ] = None,
+    engine_url: Annotated[
+        list[str] | None, typer.Option(help="A running SGLang-compatible server. Repeatable.", metavar="URL")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    buffer: Annotated[
+        Path | None, typer.Option(help="The data buffer's SQLite file; default RUN_DIR/buffer.db.", metavar="FILE")
+    ] = None,
+    admin_key: AdminKeyOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Serve the router: OpenAI-compatible, in front of the engines, recording every call into the data buffer."""
+    import uvloop
+
+    from rlagent.config import load_config
+    from rlagent.serve import serve as serve_router
+
+    if engine_url and engine is None:
+        engine = "attach"
+    resolved = load_config(
+        config, settings or (),
+        {"model.path": model, "engine.kind": engine, "engine.urls": engine_url, "router.host": host, "router.port": port,
+         "router.admin_key": admin_key, "buffer.path": buffer},
+    )  # fmt: skip
+    path = resolved.buffer_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    uvloop.run(
+        serve_router(
+            model_dir=resolved.model_dir, router=resolved.router, sampling=resolved.sampling, engine=resolved.engine,
+            buffer=resolved.buffer, buffer_path=path, ready=_say_ready,
+        )
+    )  # fmt: skip
+
+
+def _say_ready(url: str) -> None:
+    print(f"rlagent is serving at {url}", f"  agents:  OPENAI_BASE_URL={url}/v1", sep="\n", flush=True)
+
+
+@app.command()
+def train(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    rollout_function_path: Annotated[
+        str | None,
+        typer.Option(help="The rollout function. None: agents come from outside.", metavar="FILE.PY:FUNCTION"),
+    ] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Tasks to train on, JSON lines.", metavar="FILE")] = None,
+    router: Annotated[
+        str | None, typer.Option(help="A running `rlagent serve`; default: start one.", metavar="URL")
+    ] = None,
+    admin_key: AdminKeyOption = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run leaves its files.", metavar="DIR")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the run directory.")] = False,
+    settings: SetOption = None,
+) -> None:
+    """Train: lease batches of recorded trajectories, take learner steps, publish the weights to the engines."""
+    import uvloop
+
+    from rlagent.config import load_config
+    from rlagent.train import train as run_training
+
+    resolved = load_config(
+        config, settings or (),
+        {"model.path": model, "rollout.function": rollout_function_path, "rollout.tasks": tasks, "router.admin_key": admin_key,
+         "run.dir": run_dir},
+    )  # fmt: skip
+    console = Console()
+    run = uvloop.run(run_training(resolved, resume=resume, router_url=router))
+    console.print(
+        f"done: {run.path}: model/, metrics.jsonl, reward.png, buffer.db, checkpoints/", highlight=False, soft_wrap=True
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def engine(context: typer.Context) -> None:
+    """Run one embedded engine: SGLang's HTTP surface on a small torch model. See `rlagent engine --help`."""
+    from rlagent.engine.main import main as run_engine
+
+    raise typer.Exit(run_engine(context.args))
+
+
+@session_app.command("new")
+def session_new(
+    router: RouterOption = "http://127.0.0.1:8000",
+    task: Annotated[str | None, typer.Option(help="Task id.")] = None,
+    group: Annotated[str | None, typer.Option(help="Group id: rollouts of one task that are compared.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="How many rollouts the group has.")] = None,
+    no_train: Annotated[bool, typer.Option("--no-train", help="Record, but never train on it.")] = False,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Open a session; prints its id, base_url and api_key, and shell lines to use them."""
+
+    async def run() -> dict[str, Any]:
+        from rlagent.client import RouterClient
+
+        async with RouterClient(router, admin_key=admin_key) as client:
+            handle = await client.new_session(task_id=task, group_id=group, group_size=group_size, train=not no_train)
+        return {
+            "session_id": handle.session_id,
+            "base_url": handle.base_url,
+            "api_key": handle.api_key,
+            "environ": handle.environ(),
+        }
+
+    found = asyncio.run(run())
+    _print_json({key: found[key] for key in ("session_id", "base_url", "api_key")})
+    for name, value in found["environ"].items():
+        print(f"export {name}={value}", file=sys.stderr)
+
+
+@session_app.command("finish")
+def session_finish(
+    session_id: str,
+    reward: Annotated[float | None, typer.Option(help="The episode's reward; replaces what was given before.")] = None,
+    status: Annotated[str, typer.Option(help="completed, or why it failed.")] = "completed",
+    router: RouterOption = "http://127.0.0.1:8000",
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Seal a session and hand it to the learner."""
+
+    async def run() -> dict[str, Any]:
+        from rlagent.client import RouterClient
+
+        async with RouterClient(router, admin_key=admin_key) as client:
+            return await client.finish(session_id, reward=reward, status=status)
+
+    _print_json(asyncio.run(run()))
+
+
+@session_app.command("show")
+def session_show(
+    session_id: Annotated[str | None, typer.Argument(help="A session's id; none lists the newest.")] = None,
+    trajectories: Annotated[
+        bool, typer.Option("--trajectories", help="Show its rows: ids, mask, logprobs, versions.")
+    ] = False,
+    router: RouterOption = "http://127.0.0.1:8000",
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Show a session with its calls, its trajectories, or the newest sessions."""
+
+    async def run() -> Any:
+        from rlagent.client import RouterClient
+
+        async with RouterClient(router, admin_key=admin_key) as client:
+            if session_id is None:
+                return await client.sessions()
+            if trajectories:
+                return await client.trajectories(session_id)
+            return {**await client.session(session_id), "calls": await client.calls(session_id)}
+
+    _print_json(asyncio.run(run()))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    out: Annotated[Path, typer.Option(help="Hugging Face directory to write.", metavar="DIR")],
+) -> None:
+    """Copy a run's trained model (or, before its end, its newest snapshot) as a Hugging Face directory."""
+    from rlagent.run_directory import RunDirectory
+
+    run = RunDirectory(run_dir)
+    sources = [run.model, *sorted(run.snapshots.glob("v*"), reverse=True)]
+    source = next((path for path in sources if (path / "config.json").is_file()), None)
+    if source is None:
+        raise LoadError(f"{str(run_dir)!r} holds neither a trained model nor a snapshot; is it a run directory?")
+    if out.exists():
+        raise LoadError(f"--out {str(out)!r} exists already; name a new directory")
+    shutil.copytree(source, out)
+    print(f"{source} -> {out}")
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of rlagent and what it stands on."""
+    for name in ("rlagent-rl", "torch", "megatron-core", "transformers"):
+        print(f"{name} {installed_version(name)}")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def main() -> None:
+    """Entry point: errors of the user's making are printed without a traceback."""
+    try:
+        app()
+    except* RlagentError as group:
+        for error in _leaves(group):
+            Console(stderr=True).print(f"[bold red]error[/] {type(error).__name__}: ", end="")
+            print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The settings tree: what is refused, and with which words."""
+
+from pathlib import Path
+
+import pytest
+
+from rlagent.config import Config, absolute_paths, build_config, dump_config, load_config
+from rlagent.errors import ConfigError
+
+
+def test_defaults_are_a_valid_config() -> None:
+    assert load_config(None) == Config()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("lerner.x=1", ["lerner", "did you mean 'learner'"]),
+        ("learner.optimizer.lrr=1", ["learner.optimizer.lrr", "did you mean 'lr'"]),
+        ("learner.optimizer.lr=-1", ["learner.optimizer.lr", "-1", "greater than 0"]),
+        ("router.port=99999", ["router.port", "99999"]),
+        ("learner.loss.aggregation=tokenmean", ["learner.loss.aggregation", "tokenmean", "token_mean"]),
+        ("parallel.sequence=true", ["parallel.tensor"]),
+        ("sampling.temperature=0", ["sampling.temperature", "eval.temperature"]),
+        ("rollout.function=a.py:f", ["rollout.tasks"]),
+        ("run.steps", ["a.b=c"]),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_the_fix(setting: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [setting])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_set_wins_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nsteps = 3\nseed = 1\n[learner.optimizer]\nlr = 0.5\n")
+    config = load_config(file, ["run.steps=4", "learner.optimizer.lr=0.25"], {"run.seed": 7, "router.admin_key": None})
+    assert (config.run.steps, config.run.seed, config.learner.optimizer.lr) == (4, 7, 0.25)
+    assert config.router.admin_key is None
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[rollout]\nfunction = "r.py:f"\ntasks = "t.jsonl"\n')
+    config = load_config(file)
+    assert config.model.path == tmp_path / "m"
+    assert config.rollout.tasks == tmp_path / "t.jsonl"
+    assert config.rollout.function == f"{tmp_path / 'r.py'}:f"
+
+
+def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    import tomllib
+
+    config = absolute_paths(load_config(None, ["model.path=m", "run.steps=5", "learner.loss.dual_clip=3.0"]))
+    assert build_config(tomllib.loads(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("text", ["a = [", 'x = "\n'])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        load_config(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none.toml"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_the_model_directory_must_be_set() -> None:
+    with pytest.raises(ConfigError, match="--model DIR"):
+        _ = Config().model_dir

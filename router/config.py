@@ -13,7 +13,9 @@ class SamplingConfig(BaseModel):
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
-    max_tokens: int = Field(1024, ge=1, description="cap of one call's completion, in tokens; the client may ask for less")
+    max_tokens: int = Field(
+        1024, ge=1, description="cap of one call's completion, in tokens; the client may ask for less"
+    )
     client: Literal["override", "refuse"] = "override"
 
 
@@ -25,9 +27,21 @@ class RouterConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="0 takes a free port")
     admin_key: str | None = Field(None, description="needed for any bind that is not loopback")
-    open_sessions_by_key: bool | None = Field(None, description="a key never seen opens a session; default: only on loopback")
+    open_sessions_by_key: bool | None = Field(
+        None, description="a key never seen opens a session; default: only on loopback"
+    )
     session_ttl_s: float = Field(3600.0, gt=0)
     publish_lease_s: float = Field(120.0, gt=0)
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
     model_name: str = Field("policy", description="the name under which /v1/models lists the policy")
-    untrained_models: tuple[str, ...] = Field((), description="model names whose calls are recorded but never trained on")
+    untrained_models: tuple[str, ...] = Field(
+        (), description="model names whose calls are recorded but never trained on"
+    )
+    reasoning: Literal["all", "template"] = Field(
+        "all",
+        description="earlier turns' reasoning: kept as sampled, or as the chat template keeps it (a dropped one starts a new row)",
+    )
+    pause_mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort", description="how engines pause for a publish; aborted calls are resumed with the tokens they have"
+    )
+    drain_s: float = Field(30.0, gt=0, description="how long finish and shutdown wait for calls in flight")

@@ -1,0 +1,204 @@
+"""`rlagent serve`: router and data buffer in one process, with the engines it starts or attaches to.
+
+Starts without torch and transformers. In the flow: everything meets here, and nothing is decided here.
+Invariant: it says it is ready only when a call can be answered; on SIGTERM or SIGINT calls in flight are answered
+before it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from rlagent.buffer import Buffer
+from rlagent.buffer.config import BufferConfig
+from rlagent.engine.config import EngineConfig
+from rlagent.errors import ConfigError, EngineError, LoadError, RouterError, StoreError
+from rlagent.launch.engines import embedded_engines, start_all, watch_attached
+from rlagent.router.app import Parts, make_app
+from rlagent.router.auth import is_loopback
+from rlagent.router.balance import Pool
+from rlagent.router.config import RouterConfig, SamplingConfig
+from rlagent.router.engine_client import Engine, new_http
+from rlagent.router.generate import Generator
+from rlagent.router.live import LiveSessions
+from rlagent.router.policy import Policies
+from rlagent.router.recorder import Recorder
+from rlagent.router.render import Renderer
+
+# How often sessions, groups and leases past their time are ended.
+EXPIRE_EVERY_S: Final = 1.0
+_log: Final = logging.getLogger(__name__)
+
+
+async def serve(
+    *,
+    model_dir: Path,
+    router: RouterConfig,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    buffer: BufferConfig,
+    buffer_path: Path,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready` gets the base URL once calls can be answered.
+
+    ConfigError, LoadError, RouterError, StoreError and EngineError say what to mend.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with serving(
+            model_dir=model_dir, router=router, sampling=sampling, engine=engine, buffer=buffer, buffer_path=buffer_path
+        ) as url:
+            if not stop.is_set():
+                ready(url)
+            await stop.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def serving(
+    *,
+    model_dir: Path,
+    router: RouterConfig,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    buffer: BufferConfig,
+    buffer_path: Path,
+) -> AsyncIterator[str]:
+    """Everything of `serve` but the signals; yields the base URL."""
+    if router.admin_key is None and not is_loopback(router.host):
+        raise ConfigError(
+            f"router.host = {router.host!r} can be reached from other machines and router.admin_key is not set; set one, "
+            "or bind 127.0.0.1"
+        )
+    model_dir = _absolute(model_dir)
+    model = _read_model(model_dir)
+    renderer = Renderer.load(model_dir)
+    vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
+    context = int(model["max_position_embeddings"])
+    if engine.kind == "embedded":
+        context = min(context, engine.max_total_tokens)
+    async with AsyncExitStack() as stack:
+        store = await Buffer.open(buffer_path, buffer)
+        stack.push_async_callback(store.close)
+        await store.ensure_initial(checksum="", snapshot=str(model_dir))
+        http = await stack.enter_async_context(new_http())
+
+        def make_engine(url: str) -> Engine:
+            return Engine(url, http, vocabulary=vocabulary, timeout_s=engine.request_timeout_s)
+
+        pool, policies, keepers = await _engines(stack, store, router, engine, make_engine, buffer_path.parent / "logs")
+        live = LiveSessions(store, ttl_s=router.session_ttl_s)
+        recorder = Recorder(store, Generator(pool, renderer.tokenizer), renderer, router, sampling, context)
+        parts = Parts(
+            config=router, buffer=store, live=live, pool=pool, policies=policies, recorder=recorder,
+            tokenizer=renderer.tokenizer,
+        )  # fmt: skip
+        url = await stack.enter_async_context(_listening(parts))
+        async with asyncio.TaskGroup() as beside:
+            tasks = [beside.create_task(work) for work in (*keepers, _expire(parts))]
+            try:
+                yield url
+                await asyncio.gather(*(session.drain(router.drain_s) for session in live))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+
+async def _engines(
+    stack: AsyncExitStack,
+    store: Buffer,
+    router: RouterConfig,
+    config: EngineConfig,
+    make: Callable[[str], Engine],
+    logs: Path,
+) -> tuple[Pool, Policies, list[Any]]:
+    """Engines that hold known weights, and the coroutines that keep them in rotation."""
+    if config.kind == "attach":
+        if not config.urls:
+            raise ConfigError("engine.kind = 'attach' needs engine.urls, e.g. ['http://127.0.0.1:30000']")
+        pool = Pool([make(url) for url in config.urls])
+        policies = Policies(store, pool, router)
+        stack.push_async_callback(policies.close)
+        stack.push_async_callback(pool.close)
+        for engine in pool.engines:
+            await _attach(engine, policies)
+        return pool, policies, [watch_attached(engine, policies) for engine in pool.engines]
+    processes = await stack.enter_async_context(embedded_engines(make, config, logs))
+    pool = Pool([process.engine for process in processes])
+    policies = Policies(store, pool, router)
+    stack.push_async_callback(policies.close)
+    stack.push_async_callback(pool.close)
+    await start_all(processes, policies)
+    return pool, policies, [process.supervise(policies) for process in processes]
+
+
+async def _attach(engine: Engine, policies: Policies) -> None:
+    try:
+        await policies.admit(engine)
+    except EngineError as error:
+        raise EngineError(f"engine {engine.url} of engine.urls cannot be used: {error}") from error
+
+
+@asynccontextmanager
+async def _listening(parts: Parts) -> AsyncIterator[str]:
+    config = parts.config
+    runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_s)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, config.host, config.port).start()
+        except OSError as error:
+            why = "the port is in use" if error.errno == errno.EADDRINUSE else str(error)
+            raise RouterError(
+                f"cannot listen on {config.host}:{config.port}: {why}; choose another router.port (0 takes a free one)"
+            ) from error
+        host, port = runner.addresses[0][:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def _expire(parts: Parts) -> None:
+    """End what is past its time, until cancelled. A full disk is met again at the next turn."""
+    while True:
+        await asyncio.sleep(EXPIRE_EVERY_S)
+        for session_id in parts.live.drop_expired():
+            parts.pool.forget(session_id)
+        try:
+            await parts.buffer.expire_due(time.time())
+        except StoreError as error:
+            _log.warning("ending what is past its time: %s", error)
+
+
+def _absolute(path: Path) -> Path:
+    """The initial snapshot's name must hold for engines and for a resume from elsewhere."""
+    return path.absolute()
+
+
+def _read_model(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "config.json"
+    try:
+        found: dict[str, Any] = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise LoadError(f"{str(model_dir)!r} is no Hugging Face model directory: {error}") from error
+    for name in ("vocab_size", "max_position_embeddings"):
+        if not isinstance(found.get(name), int):
+            raise LoadError(f"{path} does not say {name}; take the config.json the model came with")
+    return found

@@ -1,0 +1,181 @@
+"""The agents' HTTP routes: chat completions and models, by the session's path or by its key.
+
+In the flow: the first and last code that an agent's call meets. Invariant: the last byte of an answer leaves after the
+call is committed, and its delivery is noted after the last byte left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import orjson
+from aiohttp import web
+
+from rlagent.errors import RlagentError
+from rlagent.router.auth import Auth
+from rlagent.router.config import RouterConfig
+from rlagent.router.dialects import chat
+from rlagent.router.dialects.ask import Ask
+from rlagent.router.dialects.chat_answer import DONE, ChunkWriter, completion, error_event
+from rlagent.router.errors import ApiError, to_api_error
+from rlagent.router.live import LiveSession
+from rlagent.router.parse import Event
+from rlagent.router.recorder import Recorder
+from rlagent.router.sampling import Decision
+from rlagent.router.tokenizer import Tokenizer
+from rlagent.types import Call
+
+SESSION_HEADER: Final = "x-rlagent-session"
+SESSION_KEY: Final = web.RequestKey("session_id", str)
+_STREAM_HEADERS: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_Piece = tuple[int, Sequence[Event]]
+
+
+class CompletionsApi:
+    """Handlers of `/v1` and `/sessions/{id}/v1`."""
+
+    def __init__(self, auth: Auth, recorder: Recorder, tokenizer: Tokenizer, config: RouterConfig) -> None:
+        self._auth = auth
+        self._recorder = recorder
+        self._tokenizer = tokenizer
+        self._model_name = config.model_name
+        self._started_at = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        """Each path twice: named by the session, and by the key."""
+        return [
+            route
+            for prefix in ("", "/sessions/{session_id}")
+            for route in (
+                web.post(f"{prefix}/v1/chat/completions", self.chat),
+                web.get(f"{prefix}/v1/models", self.models),
+                web.get(f"{prefix}/v1/models/{{model}}", self.model),
+            )
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        live = await self._session(request)
+        with live.answering():
+            ask = chat.parse(await request.read(), request.headers)
+            decision = self._recorder.decide(live, ask)
+            if ask.stream:
+                return await self._stream(request, live, ask, decision)
+            flight, _ = self._recorder.begin(live, ask, decision, None)
+            call = await self._recorder.join(live, flight)
+            body = orjson.dumps(completion(call, self._tokenizer, logprobs=ask.logprobs))
+            response = web.Response(
+                body=body, content_type="application/json", headers=_headers(call.call_id, decision)
+            )
+            return await self._deliver(request, live, call, response)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        await self._reader(request)
+        return _json({"object": "list", "data": [self._model(self._model_name)]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{model}: any name is served by the policy."""
+        await self._reader(request)
+        return _json(self._model(request.match_info["model"]))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "rlagent"}
+
+    async def _session(self, request: web.Request) -> LiveSession:
+        session_id = request.match_info.get("session_id")
+        if session_id is not None:
+            request[SESSION_KEY] = session_id
+            return await self._auth.by_path(request, session_id)
+        live = await self._auth.by_key(request)
+        request[SESSION_KEY] = live.session.session_id
+        return live
+
+    async def _reader(self, request: web.Request) -> None:
+        session_id = request.match_info.get("session_id")
+        if session_id is not None:
+            await self._auth.reader(request, session_id)
+        else:
+            session_id = await self._auth.any_key(request)
+        if session_id is not None:
+            request[SESSION_KEY] = session_id
+
+    async def _deliver(
+        self, request: web.Request, live: LiveSession, call: Call, response: web.Response
+    ) -> web.StreamResponse:
+        """Send a whole answer; delivered once its last byte is with the kernel."""
+        response.headers[SESSION_HEADER] = live.session.session_id
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            self._recorder.lost(live, call.call_id)
+            raise
+        self._recorder.delivered(live, call.call_id)
+        return response
+
+    async def _stream(
+        self, request: web.Request, live: LiveSession, ask: Ask, decision: Decision
+    ) -> web.StreamResponse:
+        """Send an answer as it is sampled. What fails before the first token is answered as an error."""
+        pieces: asyncio.Queue[_Piece | None] = asyncio.Queue()  # bounded by the call's max_tokens
+        flight, own = self._recorder.begin(live, ask, decision, lambda *piece: pieces.put_nowait(piece))
+        waiting = asyncio.create_task(self._recorder.join(live, flight))
+        waiting.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            first = await pieces.get()
+            if first is None:
+                await waiting
+            writer = ChunkWriter(flight.call_id, flight.started_at, ask)
+            response = web.StreamResponse(headers=_headers(flight.call_id, decision) | _STREAM_HEADERS)
+            response.headers[SESSION_HEADER] = live.session.session_id
+            await response.prepare(request)
+            await response.write(writer.opening(ask.n))
+            call = await self._send(response, writer, pieces, first, waiting)
+            if call is not None:
+                replayed = b"" if own else writer.replay(call)
+                await response.write(replayed + writer.closing(call, self._tokenizer, logprobs=ask.logprobs) + DONE)
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self._recorder.lost(live, flight.call_id)
+            raise
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait([waiting])
+        if call is not None:
+            self._recorder.delivered(live, call.call_id)
+        return response
+
+    @staticmethod
+    async def _send(
+        response: web.StreamResponse,
+        writer: ChunkWriter,
+        pieces: asyncio.Queue[_Piece | None],
+        piece: _Piece | None,
+        waiting: asyncio.Task[Call],
+    ) -> Call | None:
+        """Write deltas until the call is committed. None if it failed on the way, which the stream then says."""
+        while piece is not None:
+            await response.write(writer.deltas(*piece))
+            piece = await pieces.get()
+        try:
+            return await waiting
+        except (RlagentError, ApiError) as error:
+            await response.write(error_event(to_api_error(error).body))
+            return None
+
+
+def _headers(call_id: str, decision: Decision) -> dict[str, str]:
+    headers = {"x-rlagent-call": call_id, "x-request-id": call_id}
+    if decision.overridden:
+        headers["x-rlagent-overridden"] = ", ".join(decision.overridden)
+    return headers
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")

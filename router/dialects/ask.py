@@ -1,0 +1,28 @@
+"""What an agent asks for, in whatever dialect it said so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlagent.router.conversation import Conversation
+from rlagent.router.sampling import Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One completion request. `ignored` are fields that are recorded and have no effect here."""
+
+    dialect: str
+    model: str
+    conversation: Conversation
+    asked: Asked
+    n: int = 1
+    tools: bool = False  # whether tool calls are read from the output
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    body_digest: str = ""
+    retry_count: int = 0

@@ -1,0 +1,214 @@
+"""OpenAI chat completions, the request: checked field by field and parsed into an Ask.
+
+A known field that cannot be honoured is refused with the reason; an unknown or harmless one is recorded and has no
+effect. Invariant: no field of a body reaches an engine unless it is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlagent.router.conversation import Conversation, Message, Role, ToolCall, digest
+from rlagent.router.dialects.ask import Ask
+from rlagent.router.errors import invalid
+from rlagent.router.sampling import Asked
+
+# OpenAI's own limits.
+MAX_STOPS: Final = 4
+MAX_CHOICES: Final = 128
+_ROLES: Final[dict[str, Role]] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"
+}  # fmt: skip
+_RESERVED_ARGS: Final = ("messages", "tools", "documents", "add_generation_prompt")
+_OTHER_SAMPLING: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+_REFUSED: Final = {
+    "logit_bias": "it would change the distribution that is trained on; leave it out",
+    "audio": "the policy is a text model; leave it out",
+    "prediction": "predicted outputs are not supported; leave it out",
+    "web_search_options": "the policy cannot search; give it a tool instead",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
+}
+
+
+class _Body(BaseModel):
+    """The fields that have an effect; `model_extra` holds the others."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
+    """A request's body as an Ask. ApiError names the field and what to do."""
+    body = _body(content)
+    _check(body)
+    tools = body.tools or []
+    args = body.chat_template_kwargs or {}
+    for name in _RESERVED_ARGS:
+        if name in args:
+            raise invalid(f"chat_template_kwargs.{name} is set by the router; leave it out", "chat_template_kwargs")
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+    return Ask(
+        dialect="chat",
+        model=body.model,
+        conversation=Conversation(
+            messages=tuple(_message(found, index) for index, found in enumerate(body.messages)),
+            tools=tuple(tools),
+            template_args=args,
+        ),
+        asked=Asked(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            max_tokens=min(limits, default=None),
+            stop=_stops(body.stop),
+            other={name: value for name in _OTHER_SAMPLING if (value := getattr(body, name)) is not None},
+        ),
+        n=body.n or 1,
+        tools=bool(tools) and body.tool_choice != "none",
+        stream=bool(body.stream),
+        include_usage=bool((body.stream_options or {}).get("include_usage")),
+        logprobs=bool(body.logprobs),
+        ignored={name: value for name, value in (body.model_extra or {}).items() if value is not None},
+        body_digest=digest(content),
+        retry_count=_count(headers.get("x-stainless-retry-count")),
+    )
+
+
+def _body(content: bytes) -> _Body:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid(f"the body is a JSON {type(found).__name__}, not an object")
+    try:
+        return _Body.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.200})"
+        raise invalid(f"{name}: {first['msg']}{given}", str(first["loc"][0])) from error
+
+
+def _check(body: _Body) -> None:
+    """Refuse what is known and cannot be honoured."""
+    for name, why in _REFUSED.items():
+        if (body.model_extra or {}).get(name):
+            raise invalid(f"{name} is not supported: {why}", name)
+    if body.top_logprobs:
+        raise invalid(
+            "top_logprobs is not supported: only the sampled token's logprob is kept; use logprobs", "top_logprobs"
+        )
+    if body.modalities not in (None, ["text"]):
+        raise invalid("modalities: the policy is a text model; use ['text']", "modalities")
+    if (body.response_format or {}).get("type", "text") != "text":
+        raise invalid(
+            "response_format is not supported beyond {'type': 'text'}: a grammar would change the distribution that is "
+            "trained on; ask for JSON in the prompt",
+            "response_format",
+        )
+    if body.tool_choice not in (None, "auto", "none"):
+        raise invalid(
+            "tool_choice is 'auto' or 'none': a forced call would change the distribution that is trained on",
+            "tool_choice",
+        )
+    if body.parallel_tool_calls is False:
+        raise invalid("parallel_tool_calls = false cannot be enforced; say so in the prompt", "parallel_tool_calls")
+    for index, tool in enumerate(body.tools or []):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise invalid(f"tools.{index} is not {{'type': 'function', 'function': {{'name': ...}}}}", "tools")
+
+
+def _message(found: Mapping[str, Any], index: int) -> Message:
+    where = f"messages.{index}"
+    role = _ROLES.get(str(found.get("role")))
+    if role is None:
+        raise invalid(f"{where}.role is {found.get('role')!r}; use one of {', '.join(_ROLES)}", "messages")
+    reasoning = found.get("reasoning_content") or found.get("reasoning") or ""
+    name, call_id = found.get("name"), found.get("tool_call_id")
+    for field, value in (("reasoning_content", reasoning), ("name", name or ""), ("tool_call_id", call_id or "")):
+        if not isinstance(value, str):
+            raise invalid(f"{where}.{field} is not a string", "messages")
+    calls = found.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise invalid(f"{where}.tool_calls is not a list", "messages")
+    return Message(
+        role=role,
+        content=_content(found.get("content"), where),
+        reasoning=reasoning,
+        tool_calls=tuple(_tool_call(call, f"{where}.tool_calls.{number}") for number, call in enumerate(calls)),
+        tool_call_id=call_id,
+        name=name,
+    )
+
+
+def _content(found: Any, where: str) -> str:
+    """Text; the text parts of a list follow one another without a separator."""
+    if found is None or isinstance(found, str):
+        return found or ""
+    if not isinstance(found, list):
+        raise invalid(f"{where}.content is neither text nor a list of parts", "messages")
+    texts: list[str] = []
+    for part in found:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise invalid(f"{where}.content has a part of type {kind!r}; the policy reads text parts only", "messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(found: Any, where: str) -> ToolCall:
+    try:
+        function = found["function"]
+        call = ToolCall(call_id=found["id"], name=function["name"], arguments=function.get("arguments") or "")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise invalid(f"{where} is not {{'id', 'type', 'function': {{'name', 'arguments'}}}}", "messages") from error
+    if not (isinstance(call.call_id, str) and isinstance(call.name, str) and isinstance(call.arguments, str)):
+        raise invalid(f"{where}: id, name and arguments are strings (arguments is JSON text)", "messages")
+    return call
+
+
+def _stops(found: str | list[str] | None) -> tuple[str, ...]:
+    stops = (found,) if isinstance(found, str) else tuple(found or ())
+    if len(stops) > MAX_STOPS or not all(stops):
+        raise invalid(f"stop takes at most {MAX_STOPS} strings, none of them empty", "stop")
+    return stops
+
+
+def _count(header: str | None) -> int:
+    return int(header) if header is not None and header.isdecimal() else 0

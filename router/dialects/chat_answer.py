@@ -1,0 +1,154 @@
+"""OpenAI chat completions, the answer: a recorded call as one object, or as the chunks of a stream.
+
+Invariant: an answer is a function of the recorded call alone, so that a retry gets the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+
+from rlagent.router.conversation import Message, ToolCall
+from rlagent.router.dialects.ask import Ask
+from rlagent.router.parse import Event, Text, Thought
+from rlagent.router.reader import visible_ids
+from rlagent.router.tokenizer import Tokenizer
+from rlagent.types import Call, Choice
+
+Json = dict[str, Any]
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def completion(call: Call, tokenizer: Tokenizer, *, logprobs: bool) -> Json:
+    """A `chat.completion` object."""
+    return {
+        "id": call.call_id,
+        "object": "chat.completion",
+        "created": int(call.started_at),
+        "model": call.model,
+        "choices": [
+            {
+                "index": number,
+                "message": _message(message),
+                "logprobs": _logprobs(choice, tokenizer) if logprobs else None,
+                "finish_reason": _finish_reason(choice, message),
+            }
+            for number, (choice, message) in enumerate(zip(call.choices, served(call), strict=True))
+        ],
+        "usage": usage(call),
+    }
+
+
+def usage(call: Call) -> Json:
+    """Token counts. Completion tokens are those sampled, stop token included."""
+    sampled = sum(len(choice.output_ids) for choice in call.choices)
+    return {"prompt_tokens": call.prompt_len, "completion_tokens": sampled, "total_tokens": call.prompt_len + sampled}
+
+
+def served(call: Call) -> list[Message]:
+    """The messages a call was answered with, one a choice."""
+    return [Message.from_json(body) for body in orjson.loads(call.served)]
+
+
+class ChunkWriter:
+    """Server-sent events of one streamed answer. The order: opening, deltas, closing, DONE."""
+
+    def __init__(self, call_id: str, started_at: float, ask: Ask) -> None:
+        self._head: Json = {
+            "id": call_id,
+            "object": "chat.completion.chunk",
+            "created": int(started_at),
+            "model": ask.model,
+        }
+        self._include_usage = ask.include_usage
+        self._num_calls: dict[int, int] = {}
+
+    def opening(self, n: int) -> bytes:
+        """The first chunk of each choice: its role."""
+        return b"".join(self._chunk(number, {"role": "assistant", "content": ""}) for number in range(n))
+
+    def deltas(self, number: int, events: Sequence[Event]) -> bytes:
+        """What was read of a choice."""
+        return b"".join(self._chunk(number, self._delta(number, event)) for event in events)
+
+    def closing(self, call: Call, tokenizer: Tokenizer, *, logprobs: bool) -> bytes:
+        """The last chunk of each choice, and the usage if it was asked for."""
+        chunks = [
+            self._chunk(
+                number,
+                {},
+                finish_reason=_finish_reason(choice, message),
+                logprobs=_logprobs(choice, tokenizer) if logprobs else None,
+            )
+            for number, (choice, message) in enumerate(zip(call.choices, served(call), strict=True))
+        ]
+        if self._include_usage:
+            chunks.append(self._event({"choices": [], "usage": usage(call)}))
+        return b"".join(chunks)
+
+    def replay(self, call: Call) -> bytes:
+        """All deltas of a call that was made before."""
+        return b"".join(self.deltas(number, _events(message)) for number, message in enumerate(served(call)))
+
+    def _delta(self, number: int, event: Event) -> Json:
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Thought(text):
+                return {"reasoning_content": text}
+            case ToolCall():
+                index = self._num_calls.get(number, 0)
+                self._num_calls[number] = index + 1
+                return {"tool_calls": [{"index": index, **_tool_call(event)}]}
+
+    def _chunk(
+        self, number: int, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None
+    ) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._event({"choices": [choice]} | ({"usage": None} if self._include_usage else {}))
+
+    def _event(self, body: Json) -> bytes:
+        return b"data: " + orjson.dumps({**self._head, **body}) + b"\n\n"
+
+
+def error_event(body: Json) -> bytes:
+    """A failure after the stream began, in the form that the SDK raises."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _events(message: Message) -> list[Event]:
+    events: list[Event] = [Thought(message.reasoning)] if message.reasoning else []
+    if message.content:
+        events.append(Text(message.content))
+    return [*events, *message.tool_calls]
+
+
+def _message(message: Message) -> Json:
+    body: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        body["content"] = message.content or None
+        body["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return body
+
+
+def _tool_call(call: ToolCall) -> Json:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish_reason(choice: Choice, message: Message) -> str:
+    if choice.finish_reason == "length":
+        return "length"
+    return "tool_calls" if message.tool_calls else "stop"
+
+
+def _logprobs(choice: Choice, tokenizer: Tokenizer) -> Json:
+    """The sampled tokens' own logprobs, the stop token's left out as its text is."""
+    content = []
+    for token, logprob in zip(visible_ids(choice), choice.logprobs.tolist(), strict=False):
+        text = tokenizer.decode([token])
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": content, "refusal": None}

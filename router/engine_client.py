@@ -1,0 +1,230 @@
+"""One engine over HTTP: generate, abort, and the control calls that the router makes (SGLang's surface).
+
+In the flow: balance.py chooses an Engine, generate.py drives it. Invariant: what leaves this file is checked: ids and
+logprobs of one length, finite, inside the vocabulary, versions that are numbers; anything else is a RecordingError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import aiohttp
+import orjson
+
+from rlagent.errors import EngineError, RecordingError
+from rlagent.types import Int32Array, VersionSpan
+
+EngineState = Literal["starting", "ready", "down"]
+
+# A control call answers at once; a disk load of weights reads the whole model.
+CONTROL_TIMEOUT_S: Final = 30.0
+LOAD_TIMEOUT_S: Final = 600.0
+HEALTH_TIMEOUT_S: Final = 5.0
+# Longest line of an engine's event stream: cumulative ids and logprobs of a long answer.
+_STREAM_BUFFER: Final = 16 * 1024 * 1024
+
+
+class EngineDown(EngineError):
+    """The engine cannot be reached, or broke off: another one may do."""
+
+
+class EngineOverflow(EngineError):
+    """The engine says that prompt and completion do not fit its context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What an engine has sampled so far of one request. `finish` is None until its end."""
+
+    ids: list[int]
+    logprobs: list[float]
+    spans: tuple[VersionSpan, ...]
+    finish: Mapping[str, Any] | None
+
+
+class Engine:
+    """One engine. `state` and `running` are kept by its owners: the pool and the supervisor."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, *, vocabulary: int, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.state: EngineState = "starting"
+        self.running = 0
+        self.version: int | None = None  # what it last said it holds
+        self._http = http
+        self._vocabulary = vocabulary
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
+
+    async def generate(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> Part:
+        """One completion, whole."""
+        async with self._generate(rid, ids, sampling, stream=False) as response:
+            try:
+                found = orjson.loads(await response.read())
+            except orjson.JSONDecodeError as error:
+                raise EngineDown(f"{self.url}/generate answered no JSON: {error}; is it an engine?") from error
+        return self._part(found, [], [])
+
+    async def stream(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> AsyncIterator[Part]:
+        """One completion as it grows; the last part has `finish`."""
+        seen_ids: list[int] = []
+        seen_logprobs: list[float] = []
+        async with self._generate(rid, ids, sampling, stream=True) as response:
+            async for line in response.content:
+                data = line.strip().removeprefix(b"data:").strip()
+                if not data or data == b"[DONE]":
+                    continue
+                found = orjson.loads(data)
+                if "error" in found:
+                    raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
+                part = self._part(found, seen_ids, seen_logprobs)
+                seen_ids, seen_logprobs = part.ids, part.logprobs
+                yield part
+                if part.finish is not None:
+                    return
+        raise EngineDown(f"{self.url}/generate ended its stream without a finish reason")
+
+    async def abort(self, rid: str) -> None:
+        """Free a request's slot. An engine that is gone has freed it."""
+        await self.control("/abort_request", {"rid": rid})
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating; new requests wait."""
+        await self.control("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self.control("/continue_generation", {})
+
+    async def load(self, path: str, version: int) -> None:
+        """Take the weights of a directory as `version`."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": True}
+        await self.control("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+
+    async def held_version(self) -> str:
+        """The version of the weights it holds, in its own words."""
+        found = await self.control("/model_info", None)
+        return str(found.get("weight_version"))
+
+    async def healthy(self) -> bool:
+        """Whether it answers."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            async with self._http.get(f"{self.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def control(
+        self, path: str, body: Mapping[str, Any] | None, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Mapping[str, Any]:
+        """A control call: POST with a body, GET without. EngineDown if it cannot be reached, EngineError if it refuses."""
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._http.request(
+                method, f"{self.url}{path}", json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineDown(f"{method} {self.url}{path}: {type(error).__name__} {error}; is the engine up?") from error
+        found = _object(content)
+        if response.status != 200 or found.get("success") is False:
+            raise EngineError(f"{method} {self.url}{path}: {response.status} {_words(found, content)}")
+        return found
+
+    @asynccontextmanager
+    async def _generate(
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, stream: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream}
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._http.post(
+                f"{self.url}/generate", data=data, headers=headers, timeout=self._timeout, read_bufsize=_STREAM_BUFFER
+            ) as response:
+                if response.status != 200:
+                    self._refuse(response.status, await response.read())
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineDown(f"{self.url}/generate: {type(error).__name__} {error}") from error
+
+    def _refuse(self, status: int, content: bytes) -> None:
+        words = _words(_object(content), content)
+        if status >= 500:
+            raise EngineDown(f"{self.url}/generate: {status} {words}")
+        if "context" in words or "longer than" in words:
+            raise EngineOverflow(words)
+        raise EngineError(f"{self.url}/generate refused the request: {status} {words}")
+
+    def _part(self, found: Any, seen_ids: list[int], seen_logprobs: list[float]) -> Part:
+        """Check an answer. A streamed one holds all ids so far, or only the new ones: the count tells."""
+        try:
+            meta = found["meta_info"]
+            ids = [int(token) for token in found["output_ids"]]
+            logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+            sampled = [int(entry[1]) for entry in meta["output_token_logprobs"]]
+            finish = meta["finish_reason"]
+            count = int(meta["completion_tokens"])
+            version = meta["weight_version"]
+            spans = meta.get("weight_versions") if finish is not None else None
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise RecordingError(f"{self.url}/generate answered no recordable completion: {error!r}") from error
+        if ids != sampled:
+            raise RecordingError(f"{self.url}: {len(ids)} output ids and {len(sampled)} logprobs are not of one output")
+        if len(ids) != count:
+            ids, logprobs = seen_ids + ids, seen_logprobs + logprobs
+        if len(ids) != count:
+            raise RecordingError(f"{self.url}: completion_tokens is {count}, the output has {len(ids)} ids")
+        if not all(map(math.isfinite, logprobs)):
+            raise RecordingError(f"{self.url}: a logprob is not finite")
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+            raise RecordingError(f"{self.url}: an output id is outside the vocabulary of {self._vocabulary}")
+        spans = spans if spans is not None else [{"version": version, "start": 0, "end": count}]
+        return Part(ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish)
+
+    def _spans(self, spans: Any, count: int) -> tuple[VersionSpan, ...]:
+        try:
+            found = tuple(
+                VersionSpan(version=int(span["version"]), start=int(span["start"]), end=int(span["end"]))
+                for span in spans
+                if span["end"] > span["start"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordingError(
+                f"{self.url}: its weight version {spans!r} is no policy version; was it loaded by this router?"
+            ) from error
+        end = 0
+        for span in found:
+            if span.start != end:
+                break
+            end = span.end
+        if end != count:
+            raise RecordingError(f"{self.url}: version spans {spans!r} do not cover {count} tokens once each")
+        return found
+
+
+def _object(content: bytes) -> Mapping[str, Any]:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _words(found: Mapping[str, Any], content: bytes) -> str:
+    error = found.get("error")
+    if isinstance(error, Mapping):
+        return str(error.get("message"))
+    return str(error or found.get("message") or content[:500].decode(errors="replace"))
+
+
+def new_http() -> aiohttp.ClientSession:
+    """Connections to engines: as many as there are calls in flight. Proxies of the environment are not for them."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+        json_serialize=lambda body: orjson.dumps(body).decode(),
+        trust_env=False,
+    )

@@ -1,0 +1,209 @@
+"""One choice from the engines: sticky, resumed when an engine aborts it, moved when an engine dies.
+
+In the flow: the recorder asks for each choice of a call. An abort by the engine (a weight update) keeps the partial
+output and asks for the rest behind it, so that one completion may have several version spans.
+Invariant: the result is one sequence of ids, each with the logprob and version of the engine that sampled it; ids past
+a stop are excluded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from rlagent.errors import EngineError
+from rlagent.router.balance import NoEngine, Pool
+from rlagent.router.engine_client import Engine, EngineDown, Part
+from rlagent.router.tokenizer import Tokenizer
+from rlagent.types import Choice, FinishReason, Int32Array, Sampling, VersionSpan
+
+OnIds = Callable[[Sequence[int]], None]
+
+# Weight updates within one call: each resumes it. More than this is an engine that refuses to run it.
+MAX_RESUMES: Final = 1000
+# An engine that aborts without having sampled anything is busy with an update: ask it again after this pause.
+RESUME_PAUSE_S: Final = 0.05
+# Engines that broke off one call, before its agent is told to try again later.
+MAX_FAILURES: Final = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """What was sampled so far, over all requests of one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def extend(self, part: Part) -> None:
+        start = len(self.ids)
+        self.ids += part.ids
+        self.logprobs += part.logprobs
+        for span in part.spans:
+            moved = VersionSpan(version=span.version, start=span.start + start, end=span.end + start)
+            if self.spans and self.spans[-1].version == moved.version:
+                moved = VersionSpan(version=moved.version, start=self.spans.pop().start, end=moved.end)
+            self.spans.append(moved)
+
+    def cut(self, length: int) -> None:
+        del self.ids[length:], self.logprobs[length:]
+        self.spans = [
+            VersionSpan(version=span.version, start=span.start, end=min(span.end, length))
+            for span in self.spans
+            if span.start < length
+        ]
+
+    def choice(self, reason: FinishReason, matched: int | str | None, *, trainable: bool) -> Choice:
+        return Choice(
+            output_ids=np.array(self.ids, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=tuple(self.spans),
+            finish_reason=reason,
+            matched_stop=matched,
+            trainable=trainable,
+        )
+
+
+class Generator:
+    """Makes choices on a pool of engines."""
+
+    def __init__(self, pool: Pool, tokenizer: Tokenizer) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+
+    async def choice(
+        self,
+        rid: str,
+        session_id: str,
+        prompt: Int32Array,
+        sampling: Sampling,
+        *,
+        trainable: bool,
+        on_ids: OnIds | None = None,
+    ) -> Choice:
+        """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can."""
+        output = _Output()
+        avoid: set[Engine] = set()
+        failures = 0
+        for attempt in range(MAX_RESUMES):
+            if attempt and len(output.ids) >= sampling.max_tokens:
+                return output.choice("length", None, trainable=trainable)
+            engine = await self._pick(session_id, avoid)
+            ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
+            params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids))
+            engine.running += 1
+            try:
+                part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids)
+            finally:
+                engine.running -= 1
+            if part is None:
+                avoid.add(engine)
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise NoEngine(f"engines broke off this call {failures} times; see their logs")
+                continue
+            output.extend(part)
+            assert part.finish is not None
+            ended = self._ended(output, part, sampling, resumed=attempt > 0)
+            if ended is not None:
+                return output.choice(*ended, trainable=trainable)
+            if not part.ids:
+                await asyncio.sleep(RESUME_PAUSE_S)
+        raise EngineError(f"the engines aborted a call {MAX_RESUMES} times; see their logs")
+
+    async def _pick(self, session_id: str, avoid: set[Engine]) -> Engine:
+        try:
+            return await self._pool.pick(session_id, avoid)
+        except NoEngine:
+            if not any(engine.state == "ready" for engine in avoid):
+                raise
+            avoid.clear()  # an engine that failed this call has come back
+            return await self._pool.pick(session_id)
+
+    async def _request(
+        self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None
+    ) -> Part | None:
+        """One request to its end; None when the engine broke off (what it had streamed is kept in `output`)."""
+        part: Part | None = None
+        versions: set[int] = set()
+        try:
+            if on_ids is None:
+                return await engine.generate(rid, ids, params)
+            seen = 0
+            async for part in engine.stream(rid, ids, params):
+                on_ids(_without_stop(part)[seen:])
+                seen = len(part.ids)
+                versions.update(span.version for span in part.spans if part.finish is None)
+            return part
+        except EngineDown as error:
+            await self._lost(engine)
+            if len(versions) > 1:  # which version sampled which token is told at the end only
+                raise EngineError(f"{error}; the call spans a weight update and cannot be moved") from error
+            if part is not None:
+                output.extend(part)
+            return None
+        except asyncio.CancelledError:
+            self._pool.spawn(engine.abort(rid))
+            raise
+
+    async def _lost(self, engine: Engine) -> None:
+        """An engine broke off: out of rotation, unless it answers that it is well."""
+        if not await engine.healthy():
+            engine.state = "down"
+            await self._pool.announce()
+
+    def _ended(
+        self, output: _Output, part: Part, sampling: Sampling, *, resumed: bool
+    ) -> tuple[FinishReason, int | str | None] | None:
+        """Why the choice ended; None when it goes on. A stop string may begin before a resume: it is sought again."""
+        if resumed and sampling.stop:
+            found = self._cut_at_stop(output, sampling.stop)
+            if found is not None:
+                return "stop", found
+        assert part.finish is not None
+        kind = part.finish.get("type")
+        if kind == "stop":
+            return "stop", part.finish.get("matched")
+        if kind == "length" or len(output.ids) >= sampling.max_tokens:
+            return "length", None
+        return None
+
+    def _cut_at_stop(self, output: _Output, stops: Sequence[str]) -> str | None:
+        """Cut the output behind the token that completes the first stop string."""
+        text = self._tokenizer.decode(output.ids)
+        found = min((stop for stop in stops if stop in text), key=text.index, default=None)
+        if found is None:
+            return None
+        low, high = 1, len(output.ids)  # the fewest ids whose text holds it
+        while low < high:
+            middle = (low + high) // 2
+            if found in self._tokenizer.decode(output.ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
+        output.cut(low)
+        return found
+
+
+def _without_stop(part: Part) -> list[int]:
+    """The ids that an agent may see."""
+    ended = (
+        part.finish is not None and part.finish.get("type") == "stop" and isinstance(part.finish.get("matched"), int)
+    )
+    return part.ids[:-1] if ended else part.ids
+
+
+def _params(sampling: Sampling, budget: int, sampled: int) -> dict[str, Any]:
+    """SGLang's sampling_params. A resumed call must not draw what it drew before, so its seed moves on."""
+    given = asdict(sampling)
+    params: dict[str, Any] = {name: given[name] for name in ("temperature", "top_p", "top_k")}
+    params |= {"max_new_tokens": budget, "no_stop_trim": True, "skip_special_tokens": False}
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed + sampled
+    return params

@@ -1,0 +1,89 @@
+"""From a request's conversation to the ids that the engine is given: extend a recorded turn, or render afresh.
+
+In the flow: between the dialect and the engine. An extended prompt is the parent's prompt, its sampled ids verbatim,
+and the ids of what the template puts behind them. Invariant: a prompt is extended only when every segment between
+sampled turns is, character for character, what the template gives today; whatever fails costs a row, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from rlagent.router.chat_template import TemplateError
+from rlagent.router.conversation import Conversation, Message, Root, history_digests
+from rlagent.router.forest import Forest, Node
+from rlagent.router.render import Renderer, Segments
+from rlagent.types import Int32Array, Origin
+
+Reasoning = Literal["template", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A prompt: `ids` is all of it, `suffix` what follows the parent's output, `new` the messages behind the parent's."""
+
+    ids: Int32Array
+    suffix: Int32Array
+    parent: Node | None
+    origin: Origin
+    reason: str
+    segment: str
+    new: tuple[Message, ...]
+
+
+def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning) -> Plan:
+    """The prompt of a request. TemplateError when the template refuses the conversation."""
+    messages = conversation.messages
+    found = forest.match(messages, history_digests(messages), root)
+    reason = found.reason
+    if found.node is not None:
+        extended = _extend(found.node, renderer, conversation, reasoning)
+        if isinstance(extended, Plan):
+            return extended
+        reason = extended
+    text, segment = renderer.fresh(conversation)
+    ids = np.array(renderer.tokenizer.encode(text), np.int32)
+    return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment=segment, new=messages)
+
+
+def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasoning: Reasoning) -> Plan | str:
+    """The plan behind `node`, or why there is none."""
+    chain = node.chain
+    messages = list(conversation.messages)
+    for turn in chain:  # clients drop reasoning: the template decides about what was really said
+        messages[turn.position] = replace(messages[turn.position], reasoning=turn.served.reasoning)
+    try:
+        segments = renderer.segments(replace(conversation, messages=tuple(messages)), [turn.position for turn in chain])
+    except TemplateError:
+        return "template_refused"
+    if segments is None or any(turn.segment != now for turn, now in zip(chain, segments.digests, strict=False)):
+        return "render_differs"
+    if reasoning == "template" and _dropped(chain, segments):
+        return "reasoning_dropped"
+    suffix = renderer.tokenizer.encode(segments.texts[-1])
+    if node.stop_id is not None:
+        if not suffix or suffix[0] != node.stop_id:
+            return "foreign_stop"
+        del suffix[0]
+    suffix_ids = np.array(suffix, np.int32)
+    return Plan(
+        ids=np.concatenate([node.prompt_ids(), suffix_ids]),
+        suffix=suffix_ids,
+        parent=node,
+        origin="extended",
+        reason="",
+        segment=segments.digests[-1],
+        new=conversation.messages[node.position + 1 :],
+    )
+
+
+def _dropped(chain: Sequence[Node], segments: Segments) -> bool:
+    """Whether the template leaves out reasoning that was sampled."""
+    return any(
+        turn.served.reasoning and turn.served.reasoning.strip() not in text
+        for turn, text in zip(chain, segments.turns, strict=True)
+    )

@@ -1,0 +1,264 @@
+"""Publishing weights: the engines' side of it. The version tree itself is the buffer's.
+
+In the flow: the learner begins (engines pause), pushes to the engines directly, commits (every engine must say it holds
+the version; engines continue) or fails (engines go back to the newest snapshot). A publish whose lease runs out fails.
+Invariant: an engine gets requests only while it holds weights that the buffer knows by their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlagent.buffer import Buffer
+from rlagent.errors import ConflictError, EngineError, LoadError
+from rlagent.router.auth import Auth
+from rlagent.router.balance import NoEngine, Pool
+from rlagent.router.config import RouterConfig
+from rlagent.router.engine_client import Engine
+from rlagent.router.sessions_api import parse_body
+from rlagent.types import PolicyVersion
+
+_log: Final = logging.getLogger(__name__)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class BeginBody(_Body):
+    """POST /policy/begin."""
+
+    step: int = Field(ge=0)
+    parent: int = Field(ge=0)
+    lease_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    mode: str | None = Field(None, pattern="^(abort|retract|in_place)$")
+
+
+class CommitBody(_Body):
+    """POST /policy/commit."""
+
+    publish_id: str
+    checksum: str
+    snapshot: str | None = None
+
+
+class FailBody(_Body):
+    """POST /policy/fail."""
+
+    publish_id: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Publish:
+    """A publish under way and the engines it paused."""
+
+    publish_id: str
+    version: int
+    engines: Sequence[Engine]
+    lease: asyncio.Task[None] = field(repr=False)
+
+
+class Policies:
+    """Pauses, continues and restores the engines of one router, one change at a time."""
+
+    def __init__(self, buffer: Buffer, pool: Pool, config: RouterConfig) -> None:
+        self._buffer = buffer
+        self._pool = pool
+        self._config = config
+        self._publish: _Publish | None = None
+        self._changing = asyncio.Lock()
+        self._settled = asyncio.Condition()
+
+    async def begin(self, body: BeginBody) -> dict[str, Any]:
+        """Take a version number and pause the engines."""
+        async with self._changing:
+            engines = self._pool.ready
+            if not engines:
+                raise NoEngine("no engine is ready to take weights; try again in a few seconds")
+            publish = await self._buffer.begin_publish(step=body.step, parent=body.parent)
+            paused = await self._on_all(engines, lambda engine: engine.pause(body.mode or self._config.pause_mode))
+            lease = asyncio.create_task(self._expire(publish.publish_id, body.lease_s or self._config.publish_lease_s))
+            self._publish = _Publish(
+                publish_id=publish.publish_id, version=publish.version, engines=paused, lease=lease
+            )
+        if not paused:
+            await self.fail(publish.publish_id, "every engine went away")
+            raise NoEngine("every engine went away while it was paused; try again in a few seconds")
+        return {
+            "publish_id": publish.publish_id,
+            "version": publish.version,
+            "engines": [engine.url for engine in paused],
+        }
+
+    async def commit(self, body: CommitBody) -> dict[str, Any]:
+        """Stamp the version once every engine says that it holds it, and continue."""
+        async with self._changing:
+            publish = self._publish
+            if publish is not None and publish.publish_id == body.publish_id:
+                await self._check(publish)
+            stamped = await self._buffer.commit_publish(body.publish_id, checksum=body.checksum, snapshot=body.snapshot)
+            if publish is not None and publish.publish_id == body.publish_id:
+                publish.lease.cancel()
+                await self._on_all([engine for engine in publish.engines if engine.state == "ready"], Engine.resume)
+                await self._end()
+        return {"version": stamped.version, "depth": stamped.depth}
+
+    async def _check(self, publish: _Publish) -> None:
+        """ConflictError names the engines that do not hold the version. One that died meanwhile does not count."""
+        wrong: list[str] = []
+        for engine in publish.engines:
+            if engine.state != "ready":
+                continue
+            held = await engine.held_version()
+            if held != str(publish.version):
+                wrong.append(f"{engine.url} holds {held}")
+            else:
+                engine.version = publish.version
+        if wrong:
+            raise ConflictError(
+                f"publish of version {publish.version} is not complete: {'; '.join(wrong)}; push all buckets and end "
+                "the update on every engine before the commit, or fail the publish"
+            )
+
+    async def fail(self, publish_id: str, reason: str) -> None:
+        """Give a publish up and bring its engines back to the newest snapshot."""
+        async with self._changing:
+            await self._buffer.fail_publish(publish_id, reason)
+            publish = self._publish
+            if publish is not None and publish.publish_id == publish_id:
+                if publish.lease is not asyncio.current_task():
+                    publish.lease.cancel()
+                await self._on_all(publish.engines, self.restore)
+                await self._end()
+
+    async def _end(self) -> None:
+        self._publish = None
+        async with self._settled:
+            self._settled.notify_all()
+        await self._pool.announce()
+
+    async def _expire(self, publish_id: str, lease_s: float) -> None:
+        await asyncio.sleep(lease_s)
+        _log.warning("publish %s: its lease of %s s ran out", publish_id, lease_s)
+        await self.fail(publish_id, f"its lease of {lease_s} s ran out")
+
+    async def settled(self) -> None:
+        """Wait until no publish is under way: an engine that comes back joins between publishes."""
+        async with self._settled:
+            await self._settled.wait_for(lambda: self._publish is None)
+
+    def weights(self) -> PolicyVersion:
+        """What an engine that starts now has to load."""
+        found = self._buffer.newest_snapshot()
+        if found is None or found.snapshot is None:
+            raise LoadError("the data buffer knows no snapshot of weights on disk; publish one with a snapshot")
+        return found
+
+    async def admit(self, engine: Engine) -> None:
+        """Put an engine that answers into rotation, with weights that the buffer knows. EngineError if it does not take them.
+
+        A new process is taken at its word; one that was lost for a while may hold half an update, and loads in full.
+        """
+        while True:
+            await self.settled()
+            async with self._changing:
+                if self._publish is not None:
+                    continue
+                known = (str(self._buffer.policy().version), str(self.weights().version))
+                held = await engine.held_version()
+                if engine.version is None and held in known:
+                    await engine.resume()
+                    engine.version = int(held)
+                else:
+                    await self.restore(engine)
+                engine.state = "ready"
+            await self._pool.announce()
+            return
+
+    async def restore(self, engine: Engine) -> None:
+        """Load the newest snapshot in full, and continue."""
+        weights = self.weights()
+        assert weights.snapshot is not None
+        await engine.load(weights.snapshot, weights.version)
+        engine.version = weights.version
+        await engine.resume()
+
+    async def _on_all(self, engines: Iterable[Engine], action: Any) -> list[Engine]:
+        """Do it on every engine at once; the ones on which it worked. The others leave the rotation."""
+        tried = list(engines)
+        results = await asyncio.gather(*(action(engine) for engine in tried), return_exceptions=True)
+        done: list[Engine] = []
+        for engine, result in zip(tried, results, strict=True):
+            if isinstance(result, EngineError):
+                _log.warning("%s leaves the rotation: %s", engine.url, result)
+                engine.state = "down"
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                done.append(engine)
+        return done
+
+    def shown(self) -> dict[str, Any]:
+        """The current version and what each engine holds."""
+        policy = self._buffer.policy()
+        snapshot = self._buffer.newest_snapshot()
+        return {
+            "version": policy.version,
+            "depth": policy.depth,
+            "step": policy.step,
+            "checksum": policy.checksum,
+            "snapshot": None if snapshot is None else {"version": snapshot.version, "path": snapshot.snapshot},
+            "publishing": None if self._publish is None else self._publish.version,
+            "engines": [
+                {"url": engine.url, "state": engine.state, "version": engine.version, "running": engine.running}
+                for engine in self._pool.engines
+            ],
+        }
+
+    async def close(self) -> None:
+        """End the lease's clock; the buffer fails an open publish when it is opened again."""
+        if self._publish is not None:
+            self._publish.lease.cancel()
+            await asyncio.wait([self._publish.lease])
+
+
+def routes(policies: Policies, auth: Auth) -> list[web.RouteDef]:
+    """The learner's publish routes."""
+
+    async def begin(request: web.Request) -> web.Response:
+        await auth.admin(request)
+        return _json(await policies.begin(parse_body(await request.read(), BeginBody)))
+
+    async def commit(request: web.Request) -> web.Response:
+        await auth.admin(request)
+        return _json(await policies.commit(parse_body(await request.read(), CommitBody)))
+
+    async def fail(request: web.Request) -> web.Response:
+        await auth.admin(request)
+        body = parse_body(await request.read(), FailBody)
+        await policies.fail(body.publish_id, body.reason)
+        return _json({})
+
+    async def show(request: web.Request) -> web.Response:
+        await auth.admin(request)
+        return _json(policies.shown())
+
+    return [
+        web.post("/policy/begin", begin),
+        web.post("/policy/commit", commit),
+        web.post("/policy/fail", fail),
+        web.get("/policy", show),
+    ]
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")

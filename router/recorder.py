@@ -1,0 +1,295 @@
+"""One call from request to record: match, render, generate, validate, parse, commit. The answer comes after the commit.
+
+In the flow: between the app (who asks, and how the answer is written) and engines and buffer.
+Invariants: a call that was answered is on disk; a call that failed left nothing; an agent that went away frees its
+engine's slot and leaves an orphan at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import orjson
+
+from rlagent.buffer import Buffer
+from rlagent.errors import ConflictError, RlagentError
+from rlagent.router.config import RouterConfig, SamplingConfig
+from rlagent.router.conversation import Root, root_of
+from rlagent.router.dialects.ask import Ask
+from rlagent.router.errors import overflow
+from rlagent.router.generate import Generator
+from rlagent.router.live import Flight, LiveSession, sealed
+from rlagent.router.parse import Event
+from rlagent.router.plan import Plan, plan
+from rlagent.router.reader import ChoiceReader
+from rlagent.router.render import Renderer
+from rlagent.router.sampling import Decision, decide
+from rlagent.types import Call, Choice, ParentRef
+
+OnEvents = Callable[[int, Sequence[Event]], None]
+
+# Enough ids to hold an opened think block and the whitespace behind it.
+_TAIL_IDS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call before it is made: all that can be refused was refused."""
+
+    call_id: str
+    index: int
+    started_at: float
+    ask: Ask
+    decision: Decision
+    plan: Plan
+    root: Root
+
+
+class Recorder:
+    """Makes and records the calls of all sessions."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        generator: Generator,
+        renderer: Renderer,
+        router: RouterConfig,
+        sampling: SamplingConfig,
+        context: int,
+    ) -> None:
+        self._buffer = buffer
+        self._generator = generator
+        self._renderer = renderer
+        self._router = router
+        self._sampling = sampling
+        self._context = context
+        self.counts: Counter[tuple[str, str]] = Counter()  # (what, which) -> how often; for /metrics
+
+    def decide(self, live: LiveSession, ask: Ask) -> Decision:
+        """The sampling in effect for a request."""
+        trained = live.session.train and ask.model not in self._router.untrained_models
+        return decide(ask.asked, self._sampling, live.session.sampling, trained=trained)
+
+    def begin(self, live: LiveSession, ask: Ask, decision: Decision, on_events: OnEvents | None) -> tuple[Flight, bool]:
+        """Start the call that answers a request; for an SDK's retry, the one made or being made for it before.
+
+        Second: whether the call is new. Only then `on_events` gets what is read while it is sampled.
+        """
+        if ask.retry_count:
+            done = live.answered.get(ask.body_digest)
+            if done is not None:
+                self.counts["retries", "replayed"] += 1
+                future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+                future.set_result(done)
+                return Flight(call_id=done.call_id, started_at=done.started_at, future=future), False
+            running = live.flights.get(ask.body_digest)
+            if running is not None:
+                self.counts["retries", "joined"] += 1
+                return running, False
+        prepared = self._prepare(live, ask, decision)
+        task = asyncio.create_task(self._make(live, prepared, on_events))
+        flight = Flight(call_id=prepared.call_id, started_at=prepared.started_at, future=task)
+        live.flights[ask.body_digest] = flight
+        live.tasks.add(task)
+        task.add_done_callback(lambda _: self._landed(live, ask.body_digest, flight))
+        return flight, True
+
+    async def join(self, live: LiveSession, flight: Flight) -> Call:
+        """The committed call. The last waiter to go away takes the call with it, unless it is being committed."""
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.future)
+        except asyncio.CancelledError:
+            if flight.future.cancelled():
+                raise sealed(live.session) from None  # it was finished under the call
+            flight.waiters -= 1
+            if flight.waiters == 0 and not flight.future.cancel() and flight.future.exception() is None:
+                self.lost(live, flight.call_id)  # it had landed in this very moment
+            raise
+
+    def _landed(self, live: LiveSession, body_digest: str, flight: Flight) -> None:
+        live.tasks.discard(flight.future)
+        if live.flights.get(body_digest) is flight:
+            del live.flights[body_digest]
+        if not flight.future.cancelled() and flight.future.exception() is None and flight.waiters == 0:
+            self.lost(live, flight.call_id)
+
+    def _prepare(self, live: LiveSession, ask: Ask, decision: Decision) -> Prepared:
+        conversation = ask.conversation
+        root = root_of(ask.model, conversation, self._renderer.digest)
+        found = plan(live.forest, self._renderer, conversation, root, self._router.reasoning)
+        room = self._context - len(found.ids)
+        if room < 1:
+            raise overflow(
+                f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
+                f"{len(found.ids)} tokens. Please reduce the length of the messages."
+            )
+        sampling = replace(decision.sampling, max_tokens=min(decision.sampling.max_tokens, room))
+        self._count(ask, decision, found)
+        return Prepared(
+            call_id=f"chatcmpl-{uuid.uuid4().hex}",
+            index=live.forest.take_index(),
+            started_at=time.time(),
+            ask=ask,
+            decision=replace(decision, sampling=sampling),
+            plan=found,
+            root=root,
+        )
+
+    def _count(self, ask: Ask, decision: Decision, found: Plan) -> None:
+        self.counts["calls", found.origin if found.origin == "extended" else f"fresh:{found.reason}"] += 1
+        for name in decision.overridden:
+            self.counts["overridden", name] += 1
+        for name in ask.ignored:
+            self.counts["ignored_fields", name[:64]] += 1
+
+    async def _make(self, live: LiveSession, prepared: Prepared, on_events: OnEvents | None) -> Call:
+        """Generate, read and commit."""
+        ask, found = prepared.ask, prepared.plan
+        tail = self._renderer.tokenizer.decode(found.ids[-_TAIL_IDS:].tolist())
+        readers = [
+            ChoiceReader(
+                self._renderer.tokenizer,
+                tools=ask.tools,
+                thinking=tail.rstrip().endswith("<think>"),
+                stops=prepared.decision.sampling.stop,
+            )
+            for _ in range(ask.n)
+        ]
+        choices = await self._sample(live, prepared, readers, on_events)
+        served = [reader.message for reader in readers]
+        call = Call(
+            call_id=prepared.call_id,
+            session_id=live.session.session_id,
+            index=prepared.index,
+            dialect=ask.dialect,
+            model=ask.model,
+            parent=None
+            if found.parent is None
+            else ParentRef(call_id=found.parent.call_id, choice=found.parent.choice),
+            origin=found.origin,
+            reason=found.reason,
+            prompt_suffix=found.suffix,
+            prompt_len=len(found.ids),
+            choices=tuple(
+                replace(choice, parse_status=reader.status) for choice, reader in zip(choices, readers, strict=True)
+            ),
+            sampling=prepared.decision.sampling,
+            messages=orjson.dumps([message.to_json() for message in found.new]),
+            served=orjson.dumps([message.to_json() for message in served]),
+            started_at=prepared.started_at,
+            finished_at=time.time(),
+            body_digest=ask.body_digest,
+            client=_client_note(prepared),
+        )
+        await _to_the_end(self._commit(live, call))
+        live.forest.add(call, prepared.root, found.segment, found.new, served)
+        live.remember(call)
+        return call
+
+    async def _commit(self, live: LiveSession, call: Call) -> None:
+        try:
+            await self._buffer.record_call(call)
+        except ConflictError as error:
+            raise sealed(live.session) from error
+
+    async def _sample(
+        self, live: LiveSession, prepared: Prepared, readers: Sequence[ChoiceReader], on_events: OnEvents | None
+    ) -> list[Choice]:
+        """One engine request for each choice, all at once; the first failure ends the others."""
+        tasks = [
+            asyncio.create_task(self._choice(live, prepared, number, reader, on_events))
+            for number, reader in enumerate(readers)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(
+        self, live: LiveSession, prepared: Prepared, number: int, reader: ChoiceReader, on_events: OnEvents | None
+    ) -> Choice:
+        def on_ids(ids: Sequence[int]) -> None:
+            assert on_events is not None
+            events = reader.feed(ids)
+            if events:
+                on_events(number, events)
+
+        sampling = prepared.decision.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + number)
+        trainable = prepared.decision.exact and prepared.ask.model not in self._router.untrained_models
+        choice = await self._generator.choice(
+            f"{prepared.call_id}.{number}",
+            live.session.session_id,
+            prepared.plan.ids,
+            sampling,
+            trainable=trainable,
+            on_ids=None if on_events is None else on_ids,
+        )
+        events = reader.finish(choice)
+        if on_events is not None and events:
+            on_events(number, events)
+        self.counts["choices", choice.finish_reason] += 1
+        self.counts["tokens", "sampled"] += len(choice.output_ids)
+        return choice
+
+    def delivered(self, live: LiveSession, call_id: str) -> None:
+        """The agent has seen the end of the answer."""
+        self._mark(self._buffer.mark_delivered, call_id)
+        live.forest.mark(call_id, "delivered")
+
+    def lost(self, live: LiveSession, call_id: str) -> None:
+        """The agent went away before the end of the answer."""
+        self.counts["deliveries", "orphan"] += 1
+        self._mark(self._buffer.mark_orphan, call_id)
+        live.forest.mark(call_id, "orphan")
+
+    def _mark(self, mark: Callable[[str], None], call_id: str) -> None:
+        try:
+            mark(call_id)
+        except RlagentError:  # the buffer is closed or full: the call stays committed, which loses nothing
+            self.counts["deliveries", "unmarked"] += 1
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await a commit to its end, whoever goes away meanwhile: it takes effect or fails, never in between."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    task.result()
+
+
+def _client_note(prepared: Prepared) -> bytes:
+    """What the record keeps beside the call: wishes not granted, and what a rebuild of the forest needs."""
+    ask, root = prepared.ask, prepared.root
+    wishes = {
+        "temperature": ask.asked.temperature,
+        "top_p": ask.asked.top_p,
+        "top_k": ask.asked.top_k,
+        "seed": ask.asked.seed,
+        "max_tokens": ask.asked.max_tokens,
+        **(ask.asked.other or {}),
+    }
+    note = {
+        "asked": {name: value for name, value in wishes.items() if value is not None},
+        "overridden": prepared.decision.overridden,
+        "ignored": dict(ask.ignored),
+        "tools": ask.tools,
+        "logprobs": ask.logprobs,
+        "root": {"model": root.model, "tools": root.tools, "template": root.template},
+        "segment": prepared.plan.segment,
+    }
+    return orjson.dumps(note)

@@ -1,0 +1,306 @@
+"""Sessions over HTTP: open, reward, finish, look at. Opening and rewarding are the admin's.
+
+Invariant: `finish` answers only when nothing of the session is in flight any more and the seal is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Final, TypeVar
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlagent.buffer import Buffer
+from rlagent.errors import ConfigError, NotFoundError
+from rlagent.router.auth import Auth
+from rlagent.router.balance import Pool
+from rlagent.router.config import RouterConfig
+from rlagent.router.errors import invalid
+from rlagent.router.live import LiveSessions, hash_key, new_key
+from rlagent.router.sampling import check_session_sampling
+from rlagent.trajectory import full_prompt_ids
+from rlagent.types import Call, Reward, Session, SessionState, Trajectory
+
+B = TypeVar("B", bound=BaseModel)
+_STATES: Final[tuple[SessionState, ...]] = ("open", "sealed", "failed", "expired")
+_MAX_TEXT: Final = 200  # characters of an id that a client chooses
+_Id = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+_Number = int | float
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class OpenBody(_Body):
+    """POST /sessions."""
+
+    task_id: _Id | None = None
+    group_id: _Id | None = None
+    group_size: int | None = Field(None, ge=1)
+    deadline_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    train: bool = True
+    sampling: dict[str, _Number] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
+class RewardBody(_Body):
+    """POST /sessions/{id}/reward."""
+
+    reward: _Number | dict[str, _Number]
+    call_id: str | None = None
+
+
+class FinishBody(_Body):
+    """POST /sessions/{id}/finish."""
+
+    reward: _Number | dict[str, _Number] | None = None
+    status: str = Field("completed", min_length=1, max_length=_MAX_TEXT)
+
+
+class SessionsApi:
+    """Handlers of `/sessions`."""
+
+    def __init__(self, buffer: Buffer, auth: Auth, live: LiveSessions, pool: Pool, config: RouterConfig) -> None:
+        self._buffer = buffer
+        self._auth = auth
+        self._live = live
+        self._pool = pool
+        self._drain_s = config.drain_s
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes."""
+        one = "/sessions/{session_id}"
+        return [
+            web.post("/sessions", self.open),
+            web.get("/sessions", self.listed),
+            web.get(one, self.show),
+            web.get(f"{one}/calls", self.calls),
+            web.get(f"{one}/trajectories", self.trajectories),
+            web.post(f"{one}/reward", self.reward),
+            web.post(f"{one}/finish", self.finish),
+        ]
+
+    async def open(self, request: web.Request) -> web.Response:
+        """A new session with a key of its own."""
+        await self._auth.admin(request)
+        body = await _parse(request, OpenBody)
+        try:
+            check_session_sampling(body.sampling)
+        except ConfigError as error:
+            raise invalid(str(error), "sampling") from error
+        if body.group_size is not None and body.group_id is None:
+            raise invalid("group_size needs a group_id", "group_size")
+        key, now = new_key(), time.time()
+        session = self._live.new(hash_key(key))
+        session = replace(
+            session,
+            task_id=body.task_id,
+            group_id=body.group_id,
+            group_size=body.group_size,
+            train=body.train,
+            sampling=body.sampling,
+            metadata=body.metadata,
+            deadline_at=None if body.deadline_s is None else now + body.deadline_s,
+            expires_at=session.expires_at if body.ttl_s is None else now + body.ttl_s,
+        )
+        await self._live.open(session)
+        base_url = f"{request.scheme}://{request.host}/sessions/{session.session_id}/v1"
+        return _json({"session_id": session.session_id, "base_url": base_url, "api_key": key})
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """Add to an open session's reward."""
+        await self._auth.admin(request)
+        session_id = request.match_info["session_id"]
+        body = await _parse(request, RewardBody)
+        if body.call_id is None:
+            given = Reward(components=_components(body.reward))
+        elif isinstance(body.reward, dict):
+            raise invalid("the reward of one call is a number", "reward")
+        else:
+            given = Reward(calls={body.call_id: _finite("reward", body.reward)})
+        await self._buffer.add_reward(session_id, given)
+        return await self._shown(session_id)
+
+    async def finish(self, request: web.Request) -> web.Response:
+        """Drain and seal. The same body again answers the same."""
+        await self._auth.admin(request)
+        session_id = request.match_info["session_id"]
+        body = await _parse(request, FinishBody, empty=True)
+        given = None if body.reward is None else Reward(components=_components(body.reward))
+        live = self._live.loaded(session_id)
+        if live is not None:
+            await live.drain(self._drain_s)
+        try:
+            session = await self._buffer.finish_session(session_id, status=body.status, reward=given)
+        finally:
+            self._live.drop(session_id)
+            self._pool.forget(session_id)
+        return _json(session_json(session))
+
+    async def listed(self, request: web.Request) -> web.Response:
+        """The newest sessions."""
+        await self._auth.admin(request)
+        state = request.query.get("state")
+        if state is not None and state not in _STATES:
+            raise invalid(f"state is {state!r}; use one of {', '.join(_STATES)}", "state")
+        limit = request.query.get("limit", "100")
+        if not limit.isdecimal():
+            raise invalid(f"limit is {limit!r}, not a number", "limit")
+        found = await self._buffer.sessions(state=_state(state), limit=int(limit))
+        return _json({"sessions": [session_json(session) for session in found]})
+
+    async def show(self, request: web.Request) -> web.Response:
+        """One session."""
+        return await self._shown(await self._readable(request))
+
+    async def calls(self, request: web.Request) -> web.Response:
+        """A session's calls, whole prompts included."""
+        session_id = await self._readable(request)
+        await self._need(session_id)
+        calls = await self._buffer.calls(session_id)
+        by_id = {call.call_id: call for call in calls}
+        return _json({"calls": [call_json(call, by_id) for call in calls]})
+
+    async def trajectories(self, request: web.Request) -> web.Response:
+        """A session's rows."""
+        session_id = await self._readable(request)
+        await self._need(session_id)
+        rows = await self._buffer.trajectories(session_id)
+        return _json({"trajectories": [trajectory_json(row) for row in rows]})
+
+    async def _readable(self, request: web.Request) -> str:
+        session_id = request.match_info["session_id"]
+        await self._auth.reader(request, session_id)
+        return session_id
+
+    async def _need(self, session_id: str) -> Session:
+        session = await self._buffer.session(session_id)
+        if session is None:
+            raise NotFoundError(f"there is no session {session_id!r}")
+        return session
+
+    async def _shown(self, session_id: str) -> web.Response:
+        return _json(session_json(await self._need(session_id)))
+
+
+def session_json(session: Session) -> dict[str, object]:
+    """A session without its key's hash."""
+    body = {
+        name: getattr(session, name)
+        for name in (
+            "session_id", "task_id", "group_id", "group_size", "train", "created_at", "deadline_at", "expires_at",
+            "state", "status", "sealed_at",
+        )
+    }  # fmt: skip
+    body |= {"sampling": dict(session.sampling), "metadata": dict(session.metadata)}
+    reward = session.reward
+    return {
+        **body,
+        "reward": None
+        if reward is None
+        else {"total": reward.total, "components": dict(reward.components), "calls": dict(reward.calls)},
+    }
+
+
+def call_json(call: Call, by_id: dict[str, Call]) -> dict[str, object]:
+    """A call with its arrays as lists."""
+    return {
+        "call_id": call.call_id,
+        "index": call.index,
+        "dialect": call.dialect,
+        "model": call.model,
+        "parent": None if call.parent is None else asdict(call.parent),
+        "origin": call.origin,
+        "reason": call.reason,
+        "prompt_ids": full_prompt_ids(call.call_id, by_id).tolist(),
+        "messages": orjson.loads(call.messages),
+        "served": orjson.loads(call.served),
+        "sampling": asdict(call.sampling),
+        "delivery": call.delivery,
+        "started_at": call.started_at,
+        "finished_at": call.finished_at,
+        "client": orjson.loads(call.client),
+        "choices": [
+            {
+                "output_ids": choice.output_ids.tolist(),
+                "logprobs": choice.logprobs.tolist(),
+                "versions": [asdict(span) for span in choice.versions],
+                "finish_reason": choice.finish_reason,
+                "matched_stop": choice.matched_stop,
+                "parse_status": choice.parse_status,
+                "trainable": choice.trainable,
+            }
+            for choice in call.choices
+        ],
+    }
+
+
+def trajectory_json(row: Trajectory) -> dict[str, object]:
+    """A row: token_ids, loss_mask, logprobs and versions are one each per token."""
+    return {
+        "token_ids": row.token_ids.tolist(),
+        "loss_mask": row.loss_mask.astype(int).tolist(),
+        "logprobs": row.logprobs.tolist(),
+        "temperature": row.temperature.tolist(),
+        "versions": row.versions.tolist(),
+        "turn": row.turn.tolist(),
+        "call_ids": list(row.call_ids),
+        "reward": row.reward,
+        "rollout_id": row.rollout_id,
+        "group_id": row.group_id,
+        "truncated": row.truncated,
+    }
+
+
+def _components(given: float | dict[str, _Number]) -> dict[str, float]:
+    if isinstance(given, dict):
+        return {name: _finite(f"reward.{name}", value) for name, value in given.items()}
+    return {"reward": _finite("reward", given)}
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise invalid(f"{name} is {value}; a reward must be a finite number", "reward")
+    return float(value)
+
+
+def _state(name: str | None) -> SessionState | None:
+    return next((state for state in _STATES if state == name), None)
+
+
+async def _parse(request: web.Request, shape: type[B], *, empty: bool = False) -> B:
+    return parse_body(await request.read(), shape, empty=empty)
+
+
+def parse_body(content: bytes, shape: type[B], *, empty: bool = False) -> B:
+    """A JSON body of a known shape; ApiError names the field. NaN and Infinity are let through to be named."""
+    try:
+        found = {} if empty and not content.strip() else _loads(content)
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error
+    try:
+        return shape.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "the body"
+        known = ", ".join(shape.model_fields)
+        hint = f"; known fields: {known}" if first["type"] == "extra_forbidden" else ""
+        raise invalid(f"{name}: {first['msg']}{hint}", str(first["loc"][0]) if first["loc"] else None) from error
+
+
+def _loads(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return json.loads(content)  # Python's own clients write NaN: a reward of NaN is then named as such
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -5,6 +5,7 @@ A rank that raises or dies ends the run: a failed learner is never papered over.
 """
 
 import asyncio
+import random
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -105,7 +106,15 @@ class LocalRanks:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that is free now (for torch.distributed's rendezvous)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback for torch.distributed's rendezvous.
+
+    Below the range from which the kernel gives out ports by itself: gloo's own connections could take it before it is used.
+    """
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -12,8 +12,9 @@ import errno
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from rlagent.router.render import Renderer
 # How often sessions, groups and leases past their time are ended.
 EXPIRE_EVERY_S: Final = 1.0
 _log: Final = logging.getLogger(__name__)
+_Keeper = Callable[[], Coroutine[Any, Any, None]]
 
 
 async def serve(
@@ -111,14 +113,26 @@ async def serving(
             tokenizer=renderer.tokenizer,
         )  # fmt: skip
         url = await stack.enter_async_context(_listening(parts))
-        async with asyncio.TaskGroup() as beside:
-            tasks = [beside.create_task(work) for work in (*keepers, _expire(parts))]
+        await stack.enter_async_context(_beside(*(keep() for keep in keepers), _expire(parts)))
+        yield url
+        await asyncio.gather(*(session.drain(router.drain_s) for session in live))
+
+
+@asynccontextmanager
+async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run endless tasks beside the body. One that fails cancels the body, and its error is what is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
             try:
-                yield url
-                await asyncio.gather(*(session.drain(router.drain_s) for session in live))
+                yield
             finally:
                 for task in tasks:
                     task.cancel()
+    except BaseExceptionGroup as failures:
+        if len(failures.exceptions) == 1:
+            raise failures.exceptions[0] from None
+        raise
 
 
 async def _engines(
@@ -128,8 +142,8 @@ async def _engines(
     config: EngineConfig,
     make: Callable[[str], Engine],
     logs: Path,
-) -> tuple[Pool, Policies, list[Any]]:
-    """Engines that hold known weights, and the coroutines that keep them in rotation."""
+) -> tuple[Pool, Policies, list[_Keeper]]:
+    """Engines that hold known weights, and what keeps each in rotation."""
     if config.kind == "attach":
         if not config.urls:
             raise ConfigError("engine.kind = 'attach' needs engine.urls, e.g. ['http://127.0.0.1:30000']")
@@ -139,14 +153,14 @@ async def _engines(
         stack.push_async_callback(pool.close)
         for engine in pool.engines:
             await _attach(engine, policies)
-        return pool, policies, [watch_attached(engine, policies) for engine in pool.engines]
+        return pool, policies, [partial(watch_attached, engine, policies) for engine in pool.engines]
     processes = await stack.enter_async_context(embedded_engines(make, config, logs))
     pool = Pool([process.engine for process in processes])
     policies = Policies(store, pool, router)
     stack.push_async_callback(policies.close)
     stack.push_async_callback(pool.close)
     await start_all(processes, policies)
-    return pool, policies, [process.supervise(policies) for process in processes]
+    return pool, policies, [partial(process.supervise, policies) for process in processes]
 
 
 async def _attach(engine: Engine, policies: Policies) -> None:

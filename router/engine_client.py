@@ -6,6 +6,7 @@ logprobs of one length, finite, inside the vocabulary, versions that are numbers
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -61,10 +62,7 @@ class Engine:
     async def generate(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> Part:
         """One completion, whole."""
         async with self._generate(rid, ids, sampling, stream=False) as response:
-            try:
-                found = orjson.loads(await response.read())
-            except orjson.JSONDecodeError as error:
-                raise EngineDown(f"{self.url}/generate answered no JSON: {error}; is it an engine?") from error
+            found = self._loads(await response.read())
         return self._part(found, [], [])
 
     async def stream(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> AsyncIterator[Part]:
@@ -76,7 +74,7 @@ class Engine:
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
                     continue
-                found = orjson.loads(data)
+                found = self._loads(data)
                 if "error" in found:
                     raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
                 part = self._part(found, seen_ids, seen_logprobs)
@@ -150,6 +148,16 @@ class Engine:
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineDown(f"{self.url}/generate: {type(error).__name__} {error}") from error
+
+    def _loads(self, content: bytes) -> Any:
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:
+            pass
+        try:
+            return json.loads(content)  # Python's own form of NaN, which is then refused as a logprob
+        except ValueError as error:
+            raise EngineDown(f"{self.url}/generate answered no JSON: {error}; is it an engine?") from error
 
     def _refuse(self, status: int, content: bytes) -> None:
         words = _words(_object(content), content)

@@ -40,6 +40,7 @@ class BeginBody(_Body):
     parent: int = Field(ge=0)
     lease_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     mode: str | None = Field(None, pattern="^(abort|retract|in_place)$")
+    same_weights: bool = False  # the parent's are sent again, after a resume
 
 
 class CommitBody(_Body):
@@ -84,7 +85,9 @@ class Policies:
             engines = self._pool.ready
             if not engines:
                 raise NoEngine("no engine is ready to take weights; try again in a few seconds")
-            publish = await self._buffer.begin_publish(step=body.step, parent=body.parent)
+            publish = await self._buffer.begin_publish(
+                step=body.step, parent=body.parent, same_weights=body.same_weights
+            )
             paused = await self._on_all(engines, lambda engine: engine.pause(body.mode or self._config.pause_mode))
             lease = asyncio.create_task(self._expire(publish.publish_id, body.lease_s or self._config.publish_lease_s))
             self._publish = _Publish(

@@ -197,9 +197,13 @@ class RouterClient:
 
     # Publishes
 
-    async def begin_publish(self, *, step: int, parent: int, lease_s: float | None = None) -> PublishTicket:
+    async def begin_publish(
+        self, *, step: int, parent: int, lease_s: float | None = None, same_weights: bool = False
+    ) -> PublishTicket:
         """Take a version number and the engines, which pause. Not repeated: a number is given out once."""
         body: Json = {"step": step, "parent": parent} | ({} if lease_s is None else {"lease_s": lease_s})
+        if same_weights:
+            body["same_weights"] = True
         answer = await self._post("/policy/begin", body)
         with _answer_of("/policy/begin"):
             return PublishTicket(

@@ -120,7 +120,7 @@ class Loop:
             )  # fmt: skip
         current = await self._client.policy()
         if resume or current["version"] != 0:
-            await self._publish(parent=current["version"])
+            await self._publish(parent=current["version"], same_weights=resume)
 
     async def run(self, tasks: list[Task]) -> None:
         """All remaining steps, then the last evaluation, checkpoint, plot and model."""
@@ -144,7 +144,7 @@ class Loop:
             lease = await self._lease()
         packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
-        metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch)
+        metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch, version=self._position.version)
         self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
         if packed.batch.num_sampled:
             with watch.stage("train"):
@@ -184,9 +184,9 @@ class Loop:
                     self._collector.training(len(lease.groups))
                 return lease
 
-    async def _publish(self, *, parent: int) -> None:
+    async def _publish(self, *, parent: int, same_weights: bool = False) -> None:
         """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
-        ticket = await self._client.begin_publish(step=self._position.step, parent=parent)
+        ticket = await self._client.begin_publish(step=self._position.step, parent=parent, same_weights=same_weights)
         try:
             report = await self._ranks.call("publish", ticket.engines, ticket.version)
             due = ticket.version % self._config.sync.snapshot_every == 0

@@ -247,7 +247,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
-    """One published set of weights. Numbers are never reused; `depth` counts publishes along the lineage from version 0."""
+    """One published set of weights. Numbers are never reused; `depth` counts publishes of new weights from version 0."""
 
     version: int
     parent: int | None

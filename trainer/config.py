@@ -24,7 +24,9 @@ class LossConfig(_Part):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float | None = Field(None, gt=1)
-    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant_length", "rollout_mean"] = "token_mean"
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant_length", "rollout_mean"
+    ] = "token_mean"
     constant_length: int = Field(1024, ge=1)
     kl_coef: float = Field(0.0, ge=0, description="weight of KL to the frozen reference; 0 loads no reference")
     kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
@@ -60,7 +62,9 @@ class BatchConfig(_Part):
     groups: int = Field(16, ge=1, description="groups a step")
     tokens: int = Field(16384, ge=16, description="token budget of one microbatch of one data-parallel rank")
     updates: int = Field(1, ge=1, description="optimizer updates a step; the batch is split by rollouts")
-    max_row_tokens: int | None = Field(None, description="longer rows are dropped and counted; default: the model's context")
+    max_row_tokens: int | None = Field(
+        None, description="longer rows are dropped and counted; default: the model's context"
+    )
 
 
 class ParallelConfig(_Part):
@@ -81,7 +85,9 @@ class ParallelConfig(_Part):
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "ParallelConfig":
         if self.sequence and self.tensor == 1:
-            raise ValueError("sequence parallelism needs parallel.tensor of at least 2; set it, or set parallel.sequence = false")
+            raise ValueError(
+                "sequence parallelism needs parallel.tensor of at least 2; set it, or set parallel.sequence = false"
+            )
         return self
 
 
@@ -92,7 +98,9 @@ class SyncConfig(_Part):
     bucket_bytes: int = Field(512 * 1024 * 1024, ge=1024)
     pause: Literal["abort", "retract", "in_place"] = "abort"
     verify_every: int = Field(1, ge=0, description="compare checksums every N publishes; 0 never")
-    snapshot_every: int = Field(10, ge=1, description="write a full Hugging Face snapshot every N publishes, for recovery")
+    snapshot_every: int = Field(
+        10, ge=1, description="write a full Hugging Face snapshot every N publishes, for recovery"
+    )
 
 
 class CheckpointConfig(_Part):

@@ -59,7 +59,7 @@ def data_metrics(groups: Sequence[Group], batch: Batch, *, version: int | None =
         "reward/groups_without_variance": float(np.mean(flat)) if flat else 0.0,
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated": float(np.mean([any(row.truncated for row in r.rows) for r in rollouts] or [0.0])),
+        "response/truncated": float(np.mean([any(row.truncated for row in r.rows) for r in rollouts] or [False])),
         "data/num_groups": float(len(groups)),
         "data/num_rollouts": float(len(rollouts)),
         "data/num_missing": float(sum(group.num_missing for group in groups)),

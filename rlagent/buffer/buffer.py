@@ -192,11 +192,16 @@ class Buffer:
 
     # Publishes
 
-    async def begin_publish(self, *, step: int, parent: int) -> Publish:
-        """Give out a version number, never to be reused. ConflictError while another publish is under way."""
+    async def begin_publish(self, *, step: int, parent: int, same_weights: bool = False) -> Publish:
+        """Give out a version number, never to be reused. ConflictError while another publish is under way.
+
+        same_weights: the parent's are sent again, after a resume; nothing becomes staler by it.
+        """
         publish_id, now = f"publish-{uuid.uuid4().hex}", self._clock()
         return await self._store.write(
-            lambda tx: policies.begin(tx, publish_id=publish_id, step=step, parent=parent, now=now)
+            lambda tx: policies.begin(
+                tx, publish_id=publish_id, step=step, parent=parent, now=now, same_weights=same_weights
+            )
         )
 
     async def commit_publish(self, publish_id: str, *, checksum: str, snapshot: str | None) -> PolicyVersion:

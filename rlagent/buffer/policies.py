@@ -1,6 +1,8 @@
 """Transactions on the tree of published weights: begin, commit and fail a publish; lag along the lineage.
 
-Every version is a node with a parent, from the moment its number is given out; depth counts publishes from version 0.
+Every version is a node with a parent of a lower number, from the moment its number is given out; depth counts publishes
+of new weights from version 0. A publish of the same weights again (a resume sends those of its checkpoint) adds no
+depth: nothing becomes staler by it.
 Invariants: a number is given out once, even when its publish fails or the process dies; only committed versions
 become current.
 """
@@ -36,7 +38,7 @@ def lag(version: int, current: int, lookup: Lookup) -> int | None:
         return None
     current_depth = here[1]
     while version != current:
-        if found[1] > here[1]:
+        if version > current:
             version, found = _up(found, lookup)
         else:
             current, here = _up(here, lookup)
@@ -56,7 +58,7 @@ def in_lineage(version: int, current: int, lookup: Lookup) -> bool:
     found, here = lookup(version), lookup(current)
     if found is None or here is None:
         return False
-    while here[1] > found[1]:
+    while current > version:
         current, here = _up(here, lookup)
     return current == version
 
@@ -87,7 +89,9 @@ def ensure_initial(tx: Transaction, *, checksum: str, snapshot: str, now: float)
         set_current(tx, 0)
 
 
-def begin(tx: Transaction, *, publish_id: str, step: int, parent: int, now: float) -> Publish:
+def begin(
+    tx: Transaction, *, publish_id: str, step: int, parent: int, now: float, same_weights: bool = False
+) -> Publish:
     """Give out the next version number. ConflictError while another publish is under way."""
     above = tx.row("SELECT depth FROM policies WHERE version = ? AND state = 'committed'", parent)
     if above is None:
@@ -107,7 +111,7 @@ def begin(tx: Transaction, *, publish_id: str, step: int, parent: int, now: floa
         "VALUES (?, ?, ?, ?, ?, 'begun', ?)",
         version,
         parent,
-        above[0] + 1,
+        above[0] + (not same_weights),
         step,
         publish_id,
         now,

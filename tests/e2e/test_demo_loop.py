@@ -20,7 +20,6 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path: Path) -> None:
     records = [record for record in demo.metrics(run) if record["step"] > 0]
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
-        assert record["mismatch/abs_max"] < 1e-3  # promise 6: the learner's logprobs are the engine's
         assert record["policy/ratio_max"] == 1.0
         assert record["policy/version"] == record["step"]
     assert "eval" in output
@@ -39,14 +38,16 @@ def test_staleness_is_bounded(tmp_path: Path) -> None:
     demo.train(tmp_path / "run", "buffer.max_staleness=0", "run.steps=2")
     records = [record for record in demo.metrics(tmp_path / "run") if "freshness/lag_max" in record]
     assert [record["freshness/lag_max"] for record in records] == [0, 0]
+    # Without staleness what is left of the mismatch is arithmetic: the learner's logprobs are the engine's (promise 6).
+    assert max(record["mismatch/abs_max"] for record in records) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
 def test_two_learner_processes_run_the_same_loop(tmp_path: Path, layout: str) -> None:
-    demo.train(tmp_path / "run", f"parallel.{layout}=2", "run.steps=2")
+    demo.train(tmp_path / "run", f"parallel.{layout}=2", "run.steps=2", "buffer.max_staleness=0")
     records = [record for record in demo.metrics(tmp_path / "run") if record["step"] > 0]
     assert len(records) == 2
-    assert max(record["mismatch/abs_max"] for record in records) < 1e-3
+    assert max(record["mismatch/abs_max"] for record in records) < 1e-4
 
 
 def test_a_killed_run_resumes_and_consumes_exactly_once(tmp_path: Path) -> None:

@@ -55,9 +55,14 @@ class Engine:
         self.state: EngineState = "starting"
         self.running = 0
         self.version: int | None = None  # what it last said it holds
+        self.supervised = False  # whether somebody starts it again when it dies
         self._http = http
         self._vocabulary = vocabulary
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
+
+    def lose(self) -> None:
+        """Out of rotation: it went away, or may hold half an update. Calls wait for one that is being started again."""
+        self.state = "starting" if self.supervised else "down"
 
     async def generate(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> Part:
         """One completion, whole."""

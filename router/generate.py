@@ -153,7 +153,7 @@ class Generator:
     async def _lost(self, engine: Engine) -> None:
         """An engine broke off: out of rotation, unless it answers that it is well."""
         if not await engine.healthy():
-            engine.state = "down"
+            engine.lose()
             await self._pool.announce()
 
     def _ended(

@@ -203,7 +203,7 @@ class Policies:
         for engine, result in zip(tried, results, strict=True):
             if isinstance(result, EngineError):
                 _log.warning("%s leaves the rotation: %s", engine.url, result)
-                engine.state = "down"
+                engine.lose()
             elif isinstance(result, BaseException):
                 raise result
             else:

@@ -41,6 +41,7 @@ class EngineProcess:
 
     def __init__(self, engine: Engine, port: int, config: EngineConfig, log: Path) -> None:
         self.engine = engine
+        engine.supervised = True
         self._port = port
         self._config = config
         self._log = log
@@ -156,7 +157,7 @@ async def _probe(engine: Engine, policies: Policies, *, until: asyncio.Task[int]
             await asyncio.sleep(PROBE_S)
         healthy = await engine.healthy()
         if engine.state == "ready" and not healthy:
-            engine.state = "down"
+            engine.lose()
         elif engine.state != "ready" and healthy:
             try:
                 await policies.admit(engine)

@@ -99,14 +99,17 @@ async def test_an_engine_that_was_lost_comes_back_with_weights_that_are_known(tm
 @asynccontextmanager
 async def real_router(directory: Path, *, model: Path = MODEL) -> AsyncIterator[tuple[str, RouterClient]]:
     """A router with an embedded engine of its own."""
-    async with serving(
-        model_dir=model,
-        router=RouterConfig(),
-        sampling=SamplingConfig(max_tokens=400),
-        engine=EngineConfig(max_total_tokens=8192),
-        buffer=BufferConfig(),
-        buffer_path=directory / "buffer.db",
-    ) as url, RouterClient(url) as admin:
+    async with (
+        serving(
+            model_dir=model,
+            router=RouterConfig(),
+            sampling=SamplingConfig(max_tokens=400),
+            engine=EngineConfig(max_total_tokens=8192),
+            buffer=BufferConfig(),
+            buffer_path=directory / "buffer.db",
+        ) as url,
+        RouterClient(url) as admin,
+    ):
         yield url, admin
 
 

@@ -1,7 +1,8 @@
 """The router's overhead a call, against the same engine asked directly: 1, 16 and 64 sessions at once.
 
 python benchmarks/router.py [--calls 400]
-Every routed call is rendered, recorded and committed; a direct call is the bare POST /generate with the same prompt ids. Both ask for 8 tokens.
+Every routed call is rendered, recorded and committed; a direct call is the bare POST /generate with the same prompt ids.
+Both ask for 8 tokens.
 """
 
 import argparse
@@ -57,7 +58,7 @@ async def compare(url: str, calls: int) -> None:
         for sessions in (1, 16, 64):
             handles = [await client.new_session() for _ in range(sessions)]
 
-            async def direct(http: aiohttp.ClientSession, index: int) -> None:
+            async def direct(http: aiohttp.ClientSession, _: int) -> None:
                 body = {
                     "input_ids": ids,
                     "return_logprob": True,

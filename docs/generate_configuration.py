@@ -9,9 +9,9 @@ from rlagent.config import Config
 
 HEAD = """# Settings
 
-A run is determined by one tree of settings: a TOML file (`--config`), then `--set a.b=c`, then options such as `--model`. Unknown keys and bad values are errors that
-name the field. Paths in a file are relative to it; `run.dir` is relative to the current directory. This page is made by
-`docs/generate_configuration.py`.
+A run is determined by one tree of settings: a TOML file (`--config`), then `--set a.b=c`, then options such as `--model`.
+Unknown keys and bad values are errors that name the field. Paths in a file are relative to it; `run.dir` is relative to the
+current directory. This page is made by `docs/generate_configuration.py`.
 """
 
 

@@ -24,7 +24,7 @@ def k3(difference: Tensor) -> Tensor:
 def k3_unbiased(difference: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2."""
     gradient = k2(difference)
-    return k3(difference).detach() + gradient - gradient.detach()
+    return k3(difference).detach() + (gradient - gradient.detach())
 
 
 KL_ESTIMATORS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {

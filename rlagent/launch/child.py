@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_GRACE_S = 5.0  # a child that holds torch needs about a second to leave
@@ -58,13 +59,13 @@ class Child:
     def close(self) -> None:
         """End the child: closing the pipe asks it to leave, then SIGTERM, then SIGKILL."""
         self.connection.close()
-        for end in (lambda: None, self.process.terminate, self.process.kill):
-            end()
+        for harder in (self.process.terminate, self.process.kill):
             try:
                 self.process.wait(timeout=_TERMINATE_GRACE_S)
                 return
             except subprocess.TimeoutExpired:
-                continue
+                harder()
+        self.process.wait()
 
     def kill(self) -> None:
         """End the child at once."""
@@ -76,9 +77,8 @@ class Child:
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent is gone, however that happened (Linux; elsewhere a no-op)."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        prctl: Callable[[int, int], int] = libc.prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value)
     if os.getppid() != parent_pid:  # it went before the request was in place
         os._exit(1)
 

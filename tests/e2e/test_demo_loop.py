@@ -4,11 +4,14 @@ import json
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import demo
+import httpx
 import pytest
+from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
@@ -128,22 +131,19 @@ def _processes_of(run: Path) -> list[str]:
 
 
 def test_the_halves_run_apart_with_agents_from_outside(tmp_path: Path) -> None:
-    from openai import OpenAI
-
-    model = demo.ROOT / "examples" / "parcels" / "model"
-    serve = [*demo.train_command(tmp_path / "x")[:3], "serve", "--model", str(model), "--port", "0", "--buffer", str(tmp_path / "buffer.db"),
-             "--set", "buffer.ungrouped_size=4"]  # fmt: skip
+    model = str(demo.ROOT / "examples" / "parcels" / "model")
+    cli = [sys.executable, "-m", "rlagent.cli"]
+    serve = [*cli, "serve", "--model", model, "--port", "0", "--buffer", str(tmp_path / "buffer.db")]
+    serve += ["--set", "buffer.ungrouped_size=4"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, env=demo.environ()) as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[-1]
-            train = [*demo.train_command(tmp_path / "x")[:3], "train", "--router", url, "--model", str(model), "--run-dir", str(tmp_path / "run"),
-                     "--set", "run.steps=1", "--set", "learner.batch.groups=1"]  # fmt: skip
+            train = [*cli, "train", "--router", url, "--model", model, "--run-dir", str(tmp_path / "run")]
+            train += ["--set", "run.steps=1", "--set", "learner.batch.groups=1"]
             with subprocess.Popen(
                 train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=demo.environ()
             ) as learner:
-                import httpx
-
                 for index in range(4):
                     client = OpenAI(base_url=f"{url}/v1", api_key=f"episode-{index}")
                     answer = client.chat.completions.with_raw_response.create(

@@ -10,7 +10,18 @@ from pathlib import Path
 @contextmanager
 def running_engine(model_dir: Path, *options: str) -> Iterator[str]:
     """`python -m rlagent.engine` on a free port; yields its base URL, and ends it by its process id."""
-    command = [sys.executable, "-m", "rlagent.engine", "--model", str(model_dir), "--port", "0", "--weight-version", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "rlagent.engine",
+        "--model",
+        str(model_dir),
+        "--port",
+        "0",
+        "--weight-version",
+        "0",
+        *options,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

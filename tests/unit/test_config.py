@@ -66,7 +66,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none.toml"):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml")
 
 

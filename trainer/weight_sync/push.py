@@ -6,7 +6,7 @@ up, which brings the engines back to the newest snapshot.
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -26,9 +26,12 @@ class WeightSync:
         self._dtype = engine_dtype
         self._engines: EngineSet | None = None
         self._num_pushes = 0
-        self._transport: Transport = {
-            "tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport,
-        }[config.transport]()  # fmt: skip
+        kinds: dict[str, Callable[[], Transport]] = {
+            "tensor": TensorTransport,
+            "distributed": DistributedTransport,
+            "disk": DiskTransport,
+        }
+        self._transport = kinds[config.transport]()
 
     def push(self, engines: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PushReport:
         """Make every engine (base URLs) hold `weights` (full tensors by Hugging Face name) as `version`."""

@@ -1,8 +1,9 @@
 """SGLang's wire format of a weight bucket, written without sglang installed. The only place that pickles under its module name.
 
 SGLang 0.5.21 reads the payload of /update_weights_from_tensor with an unpickler that knows an exact list of globals
-(SafeUnpickler, srt/utils/common.py). A plain pickle of a CPU tensor names torch._utils._rebuild_tensor_v2 and torch.storage._load_from_bytes, which it takes;
-a ForkingPickler would send a file descriptor instead, which cannot travel over HTTP. On CUDA the ForkingPickler sends an IPC handle.
+(SafeUnpickler, srt/utils/common.py). A plain pickle of a CPU tensor names torch._utils._rebuild_tensor_v2 and
+torch.storage._load_from_bytes, which it takes; a ForkingPickler would send a file descriptor instead, which cannot travel
+over HTTP. On CUDA the ForkingPickler sends an IPC handle.
 """
 
 import base64
@@ -32,7 +33,7 @@ class TensorSlot:
     numel: int  # in bytes, as SGLang counts it
 
 
-class _SglangPickler(pickle._Pickler):  # type: ignore[name-defined, misc]  # the C pickler cannot rename a class
+class _SglangPickler(pickle._Pickler):  # the C pickler cannot rename a class
     """Writes a TensorSlot as an instance of SGLang's class of the same fields."""
 
     def save(self, value: Any, save_persistent_id: bool = True) -> None:

@@ -153,7 +153,6 @@ class OutputParser:
                 self.status = "tool_calls"
         else:
             self.status = "malformed"
-            self._skip = ""
             self._say(f"{self._held}{_CALL}{text}{end}", events)
         self._buffer, self._state = rest, "content"
         return True

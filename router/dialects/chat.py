@@ -195,7 +195,8 @@ def _content(found: Any, where: str) -> str:
 def _tool_call(found: Any, where: str) -> ToolCall:
     try:
         function = found["function"]
-        call = ToolCall(call_id=found["id"], name=function["name"], arguments=function.get("arguments") or "")
+        arguments = function.get("arguments")
+        call = ToolCall(call_id=found["id"], name=function["name"], arguments="" if arguments is None else arguments)
     except (KeyError, TypeError, AttributeError) as error:
         raise invalid(f"{where} is not {{'id', 'type', 'function': {{'name', 'arguments'}}}}", "messages") from error
     if not (isinstance(call.call_id, str) and isinstance(call.name, str) and isinstance(call.arguments, str)):

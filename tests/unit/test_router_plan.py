@@ -89,7 +89,15 @@ def test_tool_arguments_with_reordered_keys_still_extend(family: str) -> None:
     assert '{"b": 1.0, "a": "x"}' in s.text(plan.ids)
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "x", "b": 1}', '{"a": "x", "b": 1.00}', '{"a": "x", "b": 1.0, "b": 1.0}', '{"a": "x ", "b": 1.0}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "x", "b": 1}',
+        '{"a": "x", "b": 1.00}',
+        '{"a": "x", "b": 1.0, "b": 1.0}',
+        '{"a": "x ", "b": 1.0}',
+    ],
+)
 def test_duplicate_keys_and_rewritten_floats_do_not_match(arguments: str) -> None:
     s = session(tools=TOOLS)
     answer = s.say([Q], CALL)

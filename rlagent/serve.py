@@ -115,7 +115,7 @@ async def serving(
         url = await stack.enter_async_context(_listening(parts))
         await stack.enter_async_context(_beside(*(keep() for keep in keepers), _expire(parts)))
         yield url
-        await asyncio.gather(*(session.drain(router.drain_s) for session in live))
+        store.stop_leasing()  # a learner's long poll must not hold up the end; calls in flight may
 
 
 @asynccontextmanager

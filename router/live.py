@@ -25,6 +25,8 @@ from rlagent.types import Call, Session
 
 # An SDK retries the call it has just lost: older answers are not asked for again.
 MAX_REPLAYS: Final = 16
+# Keys of ended sessions that are remembered, so that their late calls need no look into the database.
+MAX_KEYS: Final = 65_536
 _SEALED: Final = "one key is one episode: start the next one with a new key or a new session"
 
 
@@ -139,6 +141,8 @@ class LiveSessions:
             session = await self._buffer.session_by_key(key_hash)
             if session is None:
                 return None
+            if len(self._ids) >= MAX_KEYS:
+                self._ids = {live.session.key_hash: session_id for session_id, live in self._live.items()}
             self._ids[key_hash] = session.session_id
         return self._ids[key_hash]
 

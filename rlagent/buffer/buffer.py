@@ -49,10 +49,14 @@ class Buffer:
             raise
         return buffer
 
-    async def close(self) -> None:
-        """Commit what is pending and close the database. Leases that wait end with None."""
+    def stop_leasing(self) -> None:
+        """The process is about to leave: leases that wait, and those asked for from now on, end with None."""
         self._closing = True
         self._announce()
+
+    async def close(self) -> None:
+        """Commit what is pending and close the database. Leases that wait end with None."""
+        self.stop_leasing()
         await self._store.close()
 
     # Sessions and calls

@@ -17,10 +17,10 @@ from aiohttp import web
 from rlagent.buffer import Buffer
 from rlagent.errors import RlagentError
 from rlagent.router import learner_api, metrics, policy
-from rlagent.router.auth import Auth
+from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.balance import Pool
 from rlagent.router.chat_template import TemplateError
-from rlagent.router.completions_api import SESSION_HEADER, SESSION_KEY, CompletionsApi
+from rlagent.router.completions_api import SESSION_HEADER, CompletionsApi
 from rlagent.router.config import RouterConfig
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSessions

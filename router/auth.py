@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from typing import Final
 
 from aiohttp import web
 
 from rlagent.router.config import RouterConfig
 from rlagent.router.errors import ApiError
 from rlagent.router.live import LiveSession, LiveSessions, hash_key
+
+# The session that a request turned out to be of; every answer names it.
+SESSION_KEY: Final = web.RequestKey("session_id", str)
 
 
 def is_loopback(host: str) -> bool:
@@ -53,6 +57,7 @@ class Auth:
     async def by_path(self, request: web.Request, session_id: str) -> LiveSession:
         """The session that a path names, for its own key or an admin."""
         await self.reader(request, session_id)
+        request[SESSION_KEY] = session_id
         return await self._live.by_id(session_id)
 
     async def by_key(self, request: web.Request) -> LiveSession:
@@ -61,10 +66,13 @@ class Auth:
         key_hash = hash_key(key)
         found = await self._live.id_of_key(key_hash)
         if found is not None:
+            request[SESSION_KEY] = found
             return await self._live.by_id(found)
         if not self._opens_by_key:
             raise _unauthorized("unknown api key; open a session with POST /sessions and use the key it answers")
-        return await self._live.open_by_key(key_hash)
+        live = await self._live.open_by_key(key_hash)
+        request[SESSION_KEY] = live.session.session_id
+        return live
 
     async def any_key(self, request: web.Request) -> str | None:
         """The session of a key that may list models, without opening one."""

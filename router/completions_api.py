@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from rlagent.errors import RlagentError
-from rlagent.router.auth import Auth
+from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.config import RouterConfig
 from rlagent.router.dialects import chat
 from rlagent.router.dialects.ask import Ask
@@ -29,7 +29,6 @@ from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Call
 
 SESSION_HEADER: Final = "x-rlagent-session"
-SESSION_KEY: Final = web.RequestKey("session_id", str)
 _STREAM_HEADERS: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 _Piece = tuple[int, Sequence[Event]]
 
@@ -88,11 +87,8 @@ class CompletionsApi:
     async def _session(self, request: web.Request) -> LiveSession:
         session_id = request.match_info.get("session_id")
         if session_id is not None:
-            request[SESSION_KEY] = session_id
             return await self._auth.by_path(request, session_id)
-        live = await self._auth.by_key(request)
-        request[SESSION_KEY] = live.session.session_id
-        return live
+        return await self._auth.by_key(request)
 
     async def _reader(self, request: web.Request) -> None:
         session_id = request.match_info.get("session_id")

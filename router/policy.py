@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from aiohttp import web
@@ -26,6 +26,7 @@ from rlagent.router.engine_client import Engine
 from rlagent.router.sessions_api import parse_body
 from rlagent.types import PolicyVersion
 
+T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -78,6 +79,19 @@ class Policies:
         self._publish: _Publish | None = None
         self._changing = asyncio.Lock()
         self._settled = asyncio.Condition()
+        self._changes: set[asyncio.Task[Any]] = set()
+
+    async def whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Run a change to its end, also when the learner that asked for it goes away: engines must not stay paused."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked was told, if still there; the lease's clock does the rest
 
     async def begin(self, body: BeginBody) -> dict[str, Any]:
         """Take a version number and pause the engines."""
@@ -229,6 +243,8 @@ class Policies:
 
     async def close(self) -> None:
         """End the lease's clock; the buffer fails an open publish when it is opened again."""
+        if self._changes:
+            await asyncio.wait(self._changes)
         if self._publish is not None:
             self._publish.lease.cancel()
             await asyncio.wait([self._publish.lease])
@@ -239,16 +255,16 @@ def routes(policies: Policies, auth: Auth) -> list[web.RouteDef]:
 
     async def begin(request: web.Request) -> web.Response:
         await auth.admin(request)
-        return _json(await policies.begin(parse_body(await request.read(), BeginBody)))
+        return _json(await policies.whole(policies.begin(parse_body(await request.read(), BeginBody))))
 
     async def commit(request: web.Request) -> web.Response:
         await auth.admin(request)
-        return _json(await policies.commit(parse_body(await request.read(), CommitBody)))
+        return _json(await policies.whole(policies.commit(parse_body(await request.read(), CommitBody))))
 
     async def fail(request: web.Request) -> web.Response:
         await auth.admin(request)
         body = parse_body(await request.read(), FailBody)
-        await policies.fail(body.publish_id, body.reason)
+        await policies.whole(policies.fail(body.publish_id, body.reason))
         return _json({})
 
     async def show(request: web.Request) -> web.Response:

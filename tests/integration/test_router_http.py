@@ -368,10 +368,37 @@ async def test_a_sealed_session_takes_nothing_more(tmp_path: Path) -> None:
         again = await r.chat()
         assert again.status_code == 409
         assert again.headers["x-should-retry"] == "false"
+        assert again.headers["x-rlagent-session"] == session_id
         assert "new key" in error_of(again)["message"]
         assert len(await r.admin.calls(session_id)) == 1
         with pytest.raises(RouterError, match="409"):
             await r.admin.reward(session_id, 1.0)
+
+
+async def test_a_session_past_its_time_is_sealed_and_takes_nothing_more(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("ok")), config=RouterConfig(session_ttl_s=0.3)) as r:
+        session_id = (await r.chat()).headers["x-rlagent-session"]
+        async with asyncio.timeout(5):
+            while (await r.admin.session(session_id))["state"] == "open":
+                pass
+        late = await r.chat()
+        assert (late.status_code, error_of(late)["code"]) == (409, "session_sealed")
+        assert (await r.admin.session(session_id))["state"] == "expired"
+
+
+async def test_a_learners_restore_ends_the_sessions_in_memory(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("ok"))) as r:
+        await r.chat()
+        assert (await r.admin.restore(cursor=0, version=0)).interrupted == 1
+        assert (await r.chat()).status_code == 409
+
+
+async def test_a_model_name_can_be_recorded_without_being_trained_on(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("ok")), config=RouterConfig(untrained_models=("judge",))) as r:
+        response = await r.chat(model="judge", temperature=0.3)
+        assert r.engine.requests[0]["sampling_params"]["temperature"] == 0.3
+        (row,) = await r.admin.trajectories(response.headers["x-rlagent-session"])
+        assert sum(row["loss_mask"]) == 0
 
 
 async def test_finish_drains_calls_in_flight_and_repeats_alike(tmp_path: Path) -> None:

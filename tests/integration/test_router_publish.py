@@ -71,6 +71,20 @@ async def test_a_publish_whose_lease_runs_out_fails(tmp_path: Path) -> None:
             await r.admin.commit_publish(ticket.publish_id, checksum="", snapshot=None)
 
 
+async def test_a_learner_that_dies_while_it_begins_leaves_no_engine_paused(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("a"))) as r:
+        r.engine.hold_pause = asyncio.Event()
+        begin = asyncio.create_task(r.admin.begin_publish(step=1, parent=0, lease_s=0.01))
+        await r.engine.pausing.wait()
+        begin.cancel()
+        await asyncio.wait([begin])
+        r.engine.hold_pause.set()
+        async with asyncio.timeout(5):
+            while "/continue_generation" not in r.engine.paths()[r.engine.paths().index("/pause_generation") :]:
+                await r.admin.policy()
+        assert (await r.admin.begin_publish(step=1, parent=0)).version == 2
+
+
 async def test_an_attached_engine_of_another_version_is_loaded_first(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("a"))) as r:
         ticket = await r.admin.begin_publish(step=1, parent=0)

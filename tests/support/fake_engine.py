@@ -45,6 +45,8 @@ class FakeEngine:
         self.started = asyncio.Event()
         self.aborted = asyncio.Event()
         self.healthy = True
+        self.pausing = asyncio.Event()  # set when a pause has come in
+        self.hold_pause: asyncio.Event | None = None
         self.num_running = 0
         self.idle = asyncio.Event()  # set when the last running request has gone
 
@@ -110,6 +112,10 @@ class FakeEngine:
         self.control.append((request.path, body))
         if request.path == "/abort_request":
             self.aborted.set()
+        if request.path == "/pause_generation":
+            self.pausing.set()
+            if self.hold_pause is not None:
+                await self.hold_pause.wait()
         if request.path == "/update_weights_from_disk":
             self.version = body["weight_version"]
         return web.json_response({"success": True, "message": "ok"})

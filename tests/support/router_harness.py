@@ -67,7 +67,7 @@ class Harness:
         """POST /v1/chat/completions."""
         headers = {"authorization": f"Bearer {key}"} | body.pop("headers", {})
         return await self.http.post(
-            "/v1/chat/completions", json={"model": "policy", "messages": list(messages), **body}, headers=headers
+            "/v1/chat/completions", json={"model": "policy", "messages": list(messages)} | body, headers=headers
         )
 
     async def session_of(self, response: httpx.Response) -> str:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rlagent.buffer import Buffer
 from rlagent.errors import RlagentError
-from rlagent.router import learner_api, metrics, policy
+from rlagent.router import learner_api, metrics, policy_api
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.balance import Pool
 from rlagent.router.chat_template import TemplateError
@@ -24,6 +24,7 @@ from rlagent.router.completions_api import SESSION_HEADER, CompletionsApi
 from rlagent.router.config import RouterConfig
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSessions
+from rlagent.router.policy import Policies
 from rlagent.router.recorder import Recorder
 from rlagent.router.sessions_api import SessionsApi
 from rlagent.router.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ class Parts:
     buffer: Buffer
     live: LiveSessions
     pool: Pool
-    policies: policy.Policies
+    policies: Policies
     recorder: Recorder
     tokenizer: Tokenizer
 
@@ -53,7 +54,7 @@ def make_app(parts: Parts) -> web.Application:
     sessions = SessionsApi(parts.buffer, auth, parts.live, parts.pool, parts.config)
     app.add_routes(completions.routes())
     app.add_routes(sessions.routes())
-    app.add_routes(policy.routes(parts.policies, auth))
+    app.add_routes(policy_api.routes(parts.policies, auth))
     app.add_routes(_learner_routes(parts, auth))
     app.add_routes([web.get("/health", _health(parts)), web.get("/metrics", _metrics(parts))])
     return app

@@ -13,50 +13,15 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-import orjson
-from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
-
 from rlagent.buffer import Buffer
 from rlagent.errors import ConflictError, EngineError, LoadError
-from rlagent.router.auth import Auth
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.config import RouterConfig
-from rlagent.router.engine_client import Engine
-from rlagent.router.sessions_api import parse_body
+from rlagent.router.engine_client import Engine, EngineDown
 from rlagent.types import PolicyVersion
 
 T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class BeginBody(_Body):
-    """POST /policy/begin."""
-
-    step: int = Field(ge=0)
-    parent: int = Field(ge=0)
-    lease_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    mode: str | None = Field(None, pattern="^(abort|retract|in_place)$")
-    same_weights: bool = False  # the parent's are sent again, after a resume
-
-
-class CommitBody(_Body):
-    """POST /policy/commit."""
-
-    publish_id: str
-    checksum: str
-    snapshot: str | None = None
-
-
-class FailBody(_Body):
-    """POST /policy/fail."""
-
-    publish_id: str
-    reason: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,17 +58,17 @@ class Policies:
         if not task.cancelled():
             task.exception()  # whoever asked was told, if still there; the lease's clock does the rest
 
-    async def begin(self, body: BeginBody) -> dict[str, Any]:
+    async def begin(
+        self, *, step: int, parent: int, same_weights: bool, lease_s: float | None, mode: str | None
+    ) -> dict[str, Any]:
         """Take a version number and pause the engines."""
         async with self._changing:
             engines = self._pool.ready
             if not engines:
                 raise NoEngine("no engine is ready to take weights; try again in a few seconds")
-            publish = await self._buffer.begin_publish(
-                step=body.step, parent=body.parent, same_weights=body.same_weights
-            )
-            paused = await self._on_all(engines, lambda engine: engine.pause(body.mode or self._config.pause_mode))
-            lease = asyncio.create_task(self._expire(publish.publish_id, body.lease_s or self._config.publish_lease_s))
+            publish = await self._buffer.begin_publish(step=step, parent=parent, same_weights=same_weights)
+            paused = await self._on_all(engines, lambda engine: engine.pause(mode or self._config.pause_mode))
+            lease = asyncio.create_task(self._expire(publish.publish_id, lease_s or self._config.publish_lease_s))
             self._publish = _Publish(
                 publish_id=publish.publish_id, version=publish.version, engines=paused, lease=lease
             )
@@ -116,14 +81,14 @@ class Policies:
             "engines": [engine.url for engine in paused],
         }
 
-    async def commit(self, body: CommitBody) -> dict[str, Any]:
+    async def commit(self, publish_id: str, *, checksum: str, snapshot: str | None) -> dict[str, Any]:
         """Stamp the version once every engine says that it holds it, and continue."""
         async with self._changing:
             publish = self._publish
-            if publish is not None and publish.publish_id == body.publish_id:
+            if publish is not None and publish.publish_id == publish_id:
                 await self._check(publish)
-            stamped = await self._buffer.commit_publish(body.publish_id, checksum=body.checksum, snapshot=body.snapshot)
-            if publish is not None and publish.publish_id == body.publish_id:
+            stamped = await self._buffer.commit_publish(publish_id, checksum=checksum, snapshot=snapshot)
+            if publish is not None and publish.publish_id == publish_id:
                 publish.lease.cancel()
                 await self._on_all([engine for engine in publish.engines if engine.state == "ready"], Engine.resume)
                 await self._end()
@@ -135,11 +100,17 @@ class Policies:
         for engine in publish.engines:
             if engine.state != "ready":
                 continue
-            held = await engine.held_version()
+            try:
+                held = await engine.held_version()
+            except EngineDown:
+                engine.lose()
+                continue
             if held != str(publish.version):
                 wrong.append(f"{engine.url} holds {held}")
             else:
                 engine.version = publish.version
+        if not any(engine.state == "ready" for engine in publish.engines):
+            wrong.append("every engine went away")
         if wrong:
             raise ConflictError(
                 f"publish of version {publish.version} is not complete: {'; '.join(wrong)}; push all buckets and end "
@@ -248,36 +219,3 @@ class Policies:
         if self._publish is not None:
             self._publish.lease.cancel()
             await asyncio.wait([self._publish.lease])
-
-
-def routes(policies: Policies, auth: Auth) -> list[web.RouteDef]:
-    """The learner's publish routes."""
-
-    async def begin(request: web.Request) -> web.Response:
-        await auth.admin(request)
-        return _json(await policies.whole(policies.begin(parse_body(await request.read(), BeginBody))))
-
-    async def commit(request: web.Request) -> web.Response:
-        await auth.admin(request)
-        return _json(await policies.whole(policies.commit(parse_body(await request.read(), CommitBody))))
-
-    async def fail(request: web.Request) -> web.Response:
-        await auth.admin(request)
-        body = parse_body(await request.read(), FailBody)
-        await policies.whole(policies.fail(body.publish_id, body.reason))
-        return _json({})
-
-    async def show(request: web.Request) -> web.Response:
-        await auth.admin(request)
-        return _json(policies.shown())
-
-    return [
-        web.post("/policy/begin", begin),
-        web.post("/policy/commit", commit),
-        web.post("/policy/fail", fail),
-        web.get("/policy", show),
-    ]
-
-
-def _json(body: object) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -36,14 +36,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> "RunDirectory":
-        """Make a new run's directory and write its resolved config. ConfigError if it holds a run already."""
+        """Make a new run's directory. ConfigError if it holds a run already. `begin` makes it a run."""
         run = cls(config.run.dir)
         if run.config.exists():
             raise ConfigError(
                 f"run directory {str(run.path)!r} holds a run already; go on with it by --resume, or name another by "
                 "--set run.dir=DIR"
             )
-        run._write(config)
+        run._make()
         return run
 
     @classmethod
@@ -63,12 +63,15 @@ class RunDirectory:
                 f"run directory {str(run.path)!r} is of another config; resume with the same settings, or start anew by "
                 f"--set run.dir=DIR\n{lines}"
             )
-        run._write(config)
+        run._make()
         return run
 
-    def _write(self, config: Config) -> None:
+    def _make(self) -> None:
         for directory in (self.path, self.logs, self.checkpoints, self.snapshots):
             directory.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, config: Config) -> None:
+        """Write the resolved config: from now on the directory holds a run. A start that failed before leaves none."""
         self.config.write_text(dump_config(absolute_paths(config)), encoding="utf-8")
 
     def snapshot(self, version: int) -> Path:

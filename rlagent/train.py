@@ -47,16 +47,12 @@ async def train(
     async with AsyncExitStack() as stack:
         display = stack.enter_context(display or Display())
         display.title(f"{run.path}: {model_dir.name}, {config.run.steps} steps")
+        pool = None if config.rollout.function is None else await stack.enter_async_context(_rollout_pool(config, run))
         url = router_url if router_url is not None else await stack.enter_async_context(serving(config, run))
         client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
+        await client.health()
         ranks = await stack.enter_async_context(LocalRanks(_rank_spec(config), run.logs))
-        pool = None
-        if config.rollout.function is not None:
-            rollout = config.rollout
-            pool = await stack.enter_async_context(
-                RolloutPool(config.rollout.function, workers=rollout.workers, concurrency=rollout.concurrency,
-                            timeout_s=rollout.timeout_s, logs=run.logs)
-            )  # fmt: skip
+        run.begin(config)
         loop = Loop(config, run, client, ranks, pool, held_out, display)
         await loop.restore(resume=resume)
         await loop.run(tasks)
@@ -238,6 +234,18 @@ def model_context(model_dir: Path) -> int:
     """Longest row the model can take, in tokens (max_position_embeddings of its config.json)."""
 
     return int(json.loads((model_dir / "config.json").read_text())["max_position_embeddings"])
+
+
+def _rollout_pool(config: Config, run: RunDirectory) -> RolloutPool:
+    rollout = config.rollout
+    assert rollout.function is not None
+    return RolloutPool(
+        rollout.function,
+        workers=rollout.workers,
+        concurrency=rollout.concurrency,
+        timeout_s=rollout.timeout_s,
+        logs=run.logs,
+    )
 
 
 def _rank_spec(config: Config) -> RankSpec:

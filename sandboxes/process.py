@@ -1,82 +1,74 @@
-"""The process sandbox: commands on this machine, in namespaces of their own where bubblewrap (`bwrap`) works.
+"""A sandbox of processes on this machine: bubblewrap's namespaces, rlimits, a timeout, capped output.
 
-Each exec is a namespace of its own over one directory, so processes end with their exec and files stay. Invariant: a sandbox that cannot isolate is
-not made, unless its maker said allow_unisolated.
+Every command runs in its own pid, mount, ipc, uts and (unless network=True) net namespace, with the system read-only and
+only the work directory writable; when its first process ends, the kernel ends the rest. Without bubblewrap nothing of that
+holds: see README.md.
 """
 
 import asyncio
 import os
-import re
+import resource
 import shutil
 import signal
-import sys
+import stat
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from rlagent.errors import SandboxError
-from rlagent.sandboxes.base import OUTPUT_LIMIT_BYTES, READ_LIMIT_BYTES, ExecResult, Limits
-from rlagent.sandboxes.bubblewrap import OWN_DIRECTORIES, WORKSPACE, bubblewrap_argv
-from rlagent.sandboxes.files import ContainedFiles, remove_tree, split_path
-from rlagent.sandboxes.namespace import Namespace
-from rlagent.sandboxes.running import Running
-from rlagent.sandboxes.shell import limited_argv
+from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Limits
 
-_NOBODY: Final = 65534  # by convention the uid and gid that own nothing
-_SIGNALS: Final = frozenset(int(number) for number in signal.valid_signals())
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORK: Final = "/work"  # the work directory, as a command in a namespace sees it
+_PATH: Final = "/usr/local/bin:/usr/bin:/bin"
+_READ_BYTES: Final = 65536
+_MEMORY_WORDS: Final = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc", b"out of memory")
+# What of the host a command may read.
+_SYSTEM: Final = (
+    "usr",
+    "bin",
+    "sbin",
+    "lib",
+    "lib64",
+    "lib32",
+    "etc/alternatives",
+    "etc/ld.so.cache",
+    "etc/ssl",
+    "etc/passwd",
+    "opt",
+)
 
 
 class ProcessSandbox:
-    """A `Sandbox` of this machine's processes. `isolated` says, once entered, whether it has namespaces; if not, `reason` says why.
+    """Commands in namespaces of their own over one work directory. See rlagent.sandboxes.base.Sandbox."""
 
-    In namespaces a program that exits with 128 + n by itself reads like one ended by signal n.
-    """
-
-    def __init__(
-        self,
-        *,
-        limits: Limits | None = None,
-        network: bool = False,
-        allow_unisolated: bool = False,
-        environ: Mapping[str, str] | None = None,
-        readable: Sequence[Path] = (),
-        bwrap: str = "bwrap",
-    ) -> None:
-        """`environ` is in every command's environment. `readable`: host directories to see read-only, besides the system's."""
+    def __init__(self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False) -> None:
         self._limits = limits or Limits()
         self._network = network
-        self._allow_unisolated = allow_unisolated
-        self._environ = dict(environ or {})
-        self._readable = tuple(path.absolute() for path in readable)
-        self._bwrap = bwrap
-        self._user = _NOBODY if os.geteuid() == 0 else None  # root is not limited by rlimits, and owns the host's files
+        self._bwrap = shutil.which("bwrap")
+        if self._bwrap is None and not allow_unisolated:
+            raise SandboxError(
+                "bubblewrap (bwrap) is not installed, so commands could reach the network and the host's files; install the "
+                "package 'bubblewrap', or give allow_unisolated=True"
+            )
         self._root: Path | None = None
-        self._running: set[Running] = set()
-        self.isolated = False
-        self.reason = "it was not entered"
+
+    @property
+    def isolated(self) -> bool:
+        """Whether commands run in namespaces of their own."""
+        return self._bwrap is not None
+
+    @property
+    def root(self) -> Path:
+        """The work directory on the host. SandboxError when the sandbox is not open."""
+        if self._root is None:
+            raise SandboxError("the sandbox is not open; use it as `async with ProcessSandbox() as sandbox:`")
+        return self._root
 
     async def __aenter__(self) -> Self:
-        if self._root is not None:
-            raise SandboxError("this sandbox was entered before; make a new one")
-        if sys.platform != "linux":
-            raise SandboxError(f"the process sandbox needs Linux; this is {sys.platform}")
-        for path in self._readable:
-            if not path.exists():
-                raise SandboxError(f"readable path {path} does not exist")
-        self._root = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-"))
-        try:
-            for directory in (self._root, *(self._root / name for name in OWN_DIRECTORIES)):
-                directory.mkdir(mode=0o700, exist_ok=True)
-                if self._user is not None:
-                    os.chown(directory, self._user, self._user)
-            await self._choose_isolation()
-        except BaseException:
-            await self.close()
-            raise
+        self._root = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()
         return self
 
     async def __aexit__(
@@ -84,146 +76,184 @@ class ProcessSandbox:
     ) -> None:
         await self.close()
 
+    async def close(self) -> None:
+        """Delete the work directory."""
+        root, self._root = self._root, None
+        if root is not None:
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str = ".",
-        timeout_s: float | None = None,
-        output_limit_bytes: int = OUTPUT_LIMIT_BYTES,
-    ) -> ExecResult:
-        """Run a command to its end or the timeout; see Sandbox.exec."""
-        if not argv:
-            raise SandboxError("exec needs at least a program's name")
-        started, timed_out = time.monotonic(), False
-        running = self._start(argv, stdin, env or {}, cwd, output_limit_bytes)
-        self._running.add(running)
-        code: int | None = None
+        self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
+        timeout_s: float = DEFAULT_TIMEOUT_S, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+    ) -> ExecResult:  # fmt: skip
+        """Run a command to its end."""
+        start = time.perf_counter()
+        process = await self._start(argv, stdin=stdin, env=env or {}, cwd=cwd)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reading = asyncio.gather(
+            _read(process.stdout, output_limit_bytes), _read(process.stderr, output_limit_bytes), _feed(process, stdin)
+        )
+        timed_out = False
         try:
-            async with asyncio.timeout(self._limits.wall_s if timeout_s is None else timeout_s):
-                await running.wait()
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
         except TimeoutError:
             timed_out = True
         finally:
-            code = await running.finish()
-            self._running.discard(running)
-        if self._root is None:
-            raise SandboxError(f"the sandbox was closed while {argv[0]!r} ran")
-        if code is None and not timed_out:
-            raise SandboxError(
-                f"bubblewrap could not start {argv[0]!r}: {running.stderr.data.decode(errors='replace')}"
-            )
-        exit_code, ended_by = (None, int(signal.SIGKILL)) if timed_out or code is None else self._ending(code)
+            _kill_group(process.pid)  # the rest of a command whose first process ended, or all of it
+            await process.wait()
+        (stdout, cut_out), (stderr, cut_err), _ = await reading
+        code, killed = _ending(process.returncode, in_namespace=self.isolated)
         return ExecResult(
-            exit_code=exit_code,
-            signal=ended_by,
+            exit_code=None if timed_out else code,
+            signal=signal.SIGKILL if timed_out else killed,
             timed_out=timed_out,
-            truncated=running.stdout.truncated or running.stderr.truncated,
-            stdout=bytes(running.stdout.data),
-            stderr=bytes(running.stderr.data),
-            wall_s=time.monotonic() - started,
+            out_of_memory=not timed_out and code != 0 and any(words in stderr for words in _MEMORY_WORDS),
+            truncated=cut_out or cut_err,
+            stdout=stdout,
+            stderr=stderr,
+            wall_s=time.perf_counter() - start,
         )
 
-    async def read(self, path: str, *, limit_bytes: int = READ_LIMIT_BYTES) -> bytes:
-        """A regular file's bytes; see Sandbox.read."""
-        return await asyncio.to_thread(self._files().read, path, limit_bytes)
+    async def read(self, path: str) -> bytes:
+        """A file's content."""
+        try:
+            return await asyncio.to_thread(self._inside(path).read_bytes)
+        except OSError as error:
+            raise SandboxError(f"{path!r} cannot be read: {error.strerror}") from error
 
     async def write(self, path: str, data: bytes) -> None:
-        """Make or replace a file; see Sandbox.write."""
-        await asyncio.to_thread(self._files().write, path, data)
-
-    async def upload(self, directory: Path) -> None:
-        """Copy a host directory's content; see Sandbox.upload."""
-        await asyncio.to_thread(self._files().upload, directory)
-
-    async def close(self) -> None:
-        """End what runs and delete the directory."""
-        root, self._root = self._root, None
-        for running in tuple(self._running):
-            running.kill()
-            await running.ended.wait()
-        if root is not None:
-            await asyncio.to_thread(remove_tree, root)
-
-    async def _choose_isolation(self) -> None:
-        """Prove that bubblewrap works here, by a command; containers and kernels often forbid what it needs."""
-        if shutil.which(self._bwrap) is None:
-            self.reason = f"there is no program {self._bwrap!r}"
-        else:
-            self.isolated, self.reason = True, ""
-            try:
-                result = await self.exec(["true"])
-                failure = "" if result.ok else result.stderr.decode(errors="replace") or f"`true` ended as {result}"
-            except SandboxError as error:
-                failure = str(error)
-            self.isolated, self.reason = not failure, failure
-        if not self.isolated and not self._allow_unisolated:
-            raise SandboxError(
-                f"no isolation: {self.reason.strip()}. Install bubblewrap (Debian: apt install bubblewrap) on a kernel with user namespaces, "
-                "or pass allow_unisolated=True to run commands with this machine's network and files open to them"
-            )
-
-    def _start(
-        self, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str, output_limit_bytes: int
-    ) -> Running:
-        root = self._entered()
-        inside = "/".join(split_path(cwd))
-        limited = limited_argv(argv, self._limits, limit_pids=self.isolated)
-        environ = self._variables(root, env)
-        namespace = Namespace() if self.isolated else None
+        """Make or replace a file."""
+        target = self._inside(path)
         try:
-            if namespace is not None:
-                limited = bubblewrap_argv(
-                    self._bwrap,
-                    limited,
-                    root=root,
-                    cwd=f"{WORKSPACE}/{inside}",
-                    environ=environ,
-                    network=self._network,
-                    readable=self._readable,
-                    status_fd=namespace.status_fd,
-                    gate_fd=namespace.gate_fd,
-                )
-            return Running(
-                limited,
-                stdin=stdin,
-                environ=environ if namespace is None else {"PATH": os.environ.get("PATH", os.defpath)},
-                cwd=root / "workspace" / inside if namespace is None else root,
-                user=self._user,
-                namespace=namespace,
-                output_limit_bytes=output_limit_bytes,
+            target.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(target.write_bytes, data)
+        except OSError as error:
+            raise SandboxError(f"{path!r} cannot be written: {error.strerror}") from error
+
+    async def upload(self, directory: Path, path: str = ".") -> None:
+        """Copy a directory's content in."""
+        target = self._inside(path)
+
+        def links(where: str, names: list[str]) -> list[str]:
+            return [name for name in names if stat.S_ISLNK((Path(where) / name).lstat().st_mode)]
+
+        try:
+            await asyncio.to_thread(shutil.copytree, directory, target, ignore=links, dirs_exist_ok=True)
+        except OSError as error:
+            raise SandboxError(f"{str(directory)!r} cannot be uploaded: {error}") from error
+
+    async def _start(
+        self, argv: Sequence[str], *, stdin: bytes | None, env: Mapping[str, str], cwd: str
+    ) -> asyncio.subprocess.Process:
+        if not argv:
+            raise SandboxError("argv is empty; give a command and its arguments")
+        directory = self._inside(cwd)
+        if not directory.is_dir():
+            raise SandboxError(f"cwd {cwd!r} is not a directory of the sandbox")
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command(argv, directory, env),
+                cwd=directory,
+                env=None if self.isolated else {"PATH": _PATH, "HOME": str(self.root), **env},
+                stdin=asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=_limiter(self._limits),
             )
         except (OSError, ValueError) as error:
-            if namespace is not None:
-                namespace.close()
-            raise SandboxError(f"cannot start {argv[0]!r} in {cwd!r}: {error}") from error
+            raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {error}") from error
 
-    def _variables(self, root: Path, env: Mapping[str, str]) -> dict[str, str]:
-        own = {name: inside if self.isolated else str(root / name) for name, inside in OWN_DIRECTORIES.items()}
-        base = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "HOME": own["workspace"],
-            "TMPDIR": own["tmp"],
-        }
-        environ = {**base, **self._environ, **env}
-        for name in environ:
-            if not _VARIABLE.fullmatch(name):
-                raise SandboxError(f"environment variable {name!r} is not a name a shell takes: letters, digits and _")
-        return environ
+    def _inside(self, path: str) -> Path:
+        """The host's path of a sandbox path; symbolic links, which a command may have made, are followed before it is judged."""
+        relative = path.removeprefix(_WORK).lstrip("/") if path.startswith(_WORK) and self.isolated else path
+        resolved = (self.root / relative).resolve()
+        if not resolved.is_relative_to(self.root):
+            raise SandboxError(f"path {path!r} leads outside the sandbox")
+        return resolved
 
-    def _ending(self, code: int) -> tuple[int | None, int | None]:
-        """(exit code, signal) of a return code: -n for signal n of a child, 128 + n from inside namespaces."""
-        if self.isolated and code - 128 in _SIGNALS:
-            return None, code - 128
-        return (code, None) if code >= 0 else (None, -code)
+    def _command(self, argv: Sequence[str], directory: Path, env: Mapping[str, str]) -> list[str]:
+        if self._bwrap is None:
+            return list(argv)
+        command = [
+            self._bwrap,
+            "--unshare-all",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+        ]
+        command += ["--share-net"] if self._network else []
+        # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
+        for name, value in {"PATH": _PATH, "HOME": _WORK, **env}.items():
+            command += ["--setenv", name, value]
+        for name in (*_SYSTEM, *(("etc/resolv.conf",) if self._network else ())):
+            host = Path("/", name)
+            if host.is_symlink():
+                command += ["--symlink", os.readlink(host), str(host)]
+            elif host.exists():
+                command += ["--ro-bind", str(host), str(host)]
+        command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--bind", str(self.root), _WORK]
+        return [*command, "--chdir", f"{_WORK}/{directory.relative_to(self.root)}", "--", *argv]
 
-    def _files(self) -> ContainedFiles:
-        return ContainedFiles(self._entered() / "workspace", owner=self._user)
 
-    def _entered(self) -> Path:
-        if self._root is None:
-            raise SandboxError("the sandbox is closed, or was not entered: use `async with`")
-        return self._root
+def _limiter(limits: Limits) -> Callable[[], None]:
+    """Sets the rlimits in the child, before the command (and bubblewrap) starts."""
+    chosen = [
+        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, limits.file_size_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_NPROC, limits.pids if os.geteuid() != 0 else None),  # it does not bind root
+        (resource.RLIMIT_CORE, 0),
+    ]
+
+    def apply() -> None:
+        for which, value in chosen:
+            if value is not None:
+                resource.setrlimit(which, (value, value))
+
+    return apply
+
+
+async def _read(stream: asyncio.StreamReader, limit: int) -> tuple[bytes, bool]:
+    """The first `limit` bytes, and whether there were more; the rest is read and thrown away, so that no writer blocks."""
+    kept = bytearray()
+    truncated = False
+    while piece := await stream.read(_READ_BYTES):
+        room = limit - len(kept)
+        kept += piece[:room]
+        truncated |= len(piece) > room
+    return bytes(kept), truncated
+
+
+async def _feed(process: asyncio.subprocess.Process, data: bytes | None) -> None:
+    if process.stdin is None or data is None:
+        return
+    try:
+        process.stdin.write(data)
+        await process.stdin.drain()
+        process.stdin.close()
+        await process.stdin.wait_closed()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # a command need not read its input
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _ending(returncode: int | None, *, in_namespace: bool) -> tuple[int | None, int | None]:
+    """(exit code, signal). bubblewrap reports a signal of the command as 128 + its number."""
+    assert returncode is not None
+    if returncode < 0:
+        return None, -returncode
+    if in_namespace and returncode > 128 and returncode - 128 in signal.valid_signals():
+        return None, returncode - 128
+    return returncode, None

@@ -33,7 +33,7 @@ async def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 async def test_output_exit_code_and_input(sandbox: ProcessSandbox) -> None:
     done = await sandbox.exec(["sh", "-c", "cat; echo err >&2; echo $X; exit 3"], stdin=b"in ", env={"X": "y"})
     assert (done.exit_code, done.signal, done.stdout, done.stderr) == (3, None, b"in y\n", b"err\n")
-    assert not (done.timed_out or done.truncated or done.out_of_memory or done.ok)
+    assert (done.timed_out, done.truncated, done.out_of_memory, done.ok) == (False, False, False, False)
 
 
 async def test_a_signal_is_told_from_an_exit_code(sandbox: ProcessSandbox) -> None:
@@ -112,12 +112,16 @@ async def test_what_cannot_be_started_or_found_is_said(sandbox: ProcessSandbox) 
             await sandbox.exec(["no-such-command"])
 
 
+def _accept_once(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    connection.close()
+
+
 @needs_bwrap
 async def test_the_network_is_away_unless_allowed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        accepted = threading.Thread(target=lambda: server.accept()[0].close(), daemon=True)
-        accepted.start()
+        threading.Thread(target=_accept_once, args=(server,), daemon=True).start()
         command = ["bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo reached"]
         async with ProcessSandbox() as closed:
             assert b"reached" not in (await closed.exec(command)).stdout

@@ -122,7 +122,8 @@ dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank
 hidden, weight, target, temperature = inputs(torch.float32)
 padded = torch.cat((weight.detach(), torch.full((28, 16), 7.0)))  # 81 = 3 x 27: the last shard is padding
 shard = padded[27 * rank : 27 * rank + 27].clone().requires_grad_()
-found, entropy = linear_logprob(hidden, shard, target, temperature=temperature, return_entropy=True, tp_group=dist.group.WORLD, chunk=10, vocab_size=53)
+options = dict(return_entropy=True, tp_group=dist.group.WORLD, chunk=10, vocab_size=53)
+found, entropy = linear_logprob(hidden, shard, target, temperature=temperature, **options)
 expected, h = oracle(hidden, weight, target, temperature)
 torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 torch.testing.assert_close(entropy, h, rtol=1e-4, atol=5e-5)

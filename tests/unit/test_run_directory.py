@@ -14,20 +14,31 @@ def config(path: Path, *settings: str) -> Config:
     return load_config(None, [f"run.dir={path}", "model.path=m", *settings])
 
 
-def test_a_directory_that_holds_a_run_is_not_started_anew(tmp_path: Path) -> None:
+def begin(path: Path, *settings: str) -> RunDirectory:
+    run = RunDirectory.create(config(path, *settings))
+    run.begin(config(path, *settings))
+    return run
+
+
+def test_a_start_that_failed_can_be_tried_again(tmp_path: Path) -> None:
     RunDirectory.create(config(tmp_path / "run"))
+    RunDirectory.create(config(tmp_path / "run", "run.seed=1"))
+
+
+def test_a_directory_that_holds_a_run_is_not_started_anew(tmp_path: Path) -> None:
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match="--resume"):
         RunDirectory.create(config(tmp_path / "run"))
 
 
 def test_a_resume_with_another_config_names_what_differs(tmp_path: Path) -> None:
-    RunDirectory.create(config(tmp_path / "run"))
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"learner\.optimizer\.lr: 1e-06 in the run, 0\.5 now"):
         RunDirectory.reopen(config(tmp_path / "run", "learner.optimizer.lr=0.5"))
 
 
 def test_a_resume_may_be_longer(tmp_path: Path) -> None:
-    RunDirectory.create(config(tmp_path / "run", "run.steps=3"))
+    begin(tmp_path / "run", "run.steps=3")
     RunDirectory.reopen(config(tmp_path / "run", "run.steps=9"))
 
 

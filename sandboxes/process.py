@@ -68,7 +68,7 @@ class ProcessSandbox:
         return self._root
 
     async def __aenter__(self) -> Self:
-        self._root = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()
+        self._root = _make_root()
         return self
 
     async def __aexit__(
@@ -198,6 +198,11 @@ class ProcessSandbox:
                 command += ["--ro-bind", str(host), str(host)]
         command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--bind", str(self.root), _WORK]
         return [*command, "--chdir", f"{_WORK}/{directory.relative_to(self.root)}", "--", *argv]
+
+
+def _make_root() -> Path:
+    """A new directory, by its real path: the paths of its files are compared with it."""
+    return Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()
 
 
 def _limiter(limits: Limits) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """HTTP to an engine's control surface (SGLang's, or the embedded engine's). Every failure is a WeightSyncError that names the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -43,11 +43,15 @@ class EngineSet:
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = tuple(urls)
         self.engines = [EngineApi(url) for url in urls]
-        self._threads = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight-sync")
+        self._threads = ThreadPoolExecutor(max_workers=len(urls) + 1, thread_name_prefix="weight-sync")
+
+    def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Run `work` beside; there is a thread for every engine and one more."""
+        return self._threads.submit(work, *args)
 
     def each(self, work: Callable[[EngineApi], T]) -> list[T]:
         """Run `work` for every engine in parallel; the first failure is raised once all have answered."""
-        futures = [self._threads.submit(work, engine) for engine in self.engines]
+        futures = [self.submit(work, engine) for engine in self.engines]
         failures = [error for future in futures if (error := future.exception()) is not None]
         if failures:
             raise failures[0]
@@ -59,6 +63,6 @@ class EngineSet:
 
     def close(self) -> None:
         """Close all connections."""
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)  # one may wait for a dead engine's group
         for engine in self.engines:
             engine.close()

@@ -1,4 +1,4 @@
-"""One push: begin, buckets, end with the version, verify. Runs in the learner's rank 0, while the router has the engines paused.
+"""One push: begin, buckets, end, version, verify. Runs in the learner's rank 0, while the router has the engines paused.
 
 Invariant: an engine says version n only once all of n is in it; whatever fails raises WeightSyncError, and the caller gives the publish
 up, which brings the engines back to the newest snapshot.
@@ -38,7 +38,7 @@ class WeightSync:
         connected = self._connect(engines)
         self._num_pushes += 1
         verify = self._config.verify_every > 0 and self._num_pushes % self._config.verify_every == 0
-        stamp, seconds = str(version), {"gather": 0.0, "send": 0.0}
+        seconds = {"gather": 0.0, "send": 0.0}
         checksums: dict[str, str] = {}
         on_disk = self._config.transport == "disk"
         num_bytes = num_buckets = 0
@@ -49,12 +49,13 @@ class WeightSync:
             if verify:
                 checksums |= bucket_checksums(bucket)
             seconds["gather"] += -clock + (clock := time.perf_counter())
-            self._transport.send(connected, bucket, stamp)
+            self._transport.send(connected, bucket)
             seconds["send"] += -clock + (clock := time.perf_counter())
             num_bytes, num_buckets = num_bytes + bucket.flat.nbytes, num_buckets + 1
-        self._transport.finish(connected, stamp)
+        self._transport.finish(connected)
         if not on_disk:
             connected.post("/end_weight_update", {})
+        connected.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         seconds["end"] = -clock + (clock := time.perf_counter())
         verified = self._verify(connected, checksums) if verify else "not this time"
         seconds["verify"] = time.perf_counter() - clock

@@ -4,6 +4,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import Future, as_completed
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -17,36 +18,35 @@ from torch.distributed import distributed_c10d as c10d
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.weight_sync.buckets import Bucket
 from rlagent.trainer.weight_sync.engine_api import EngineSet
-from rlagent.trainer.weight_sync.sglang_pickle import serialize_bucket
+from rlagent.trainer.weight_sync.sglang_pickle import TensorSlot, serialize_bucket
 
 _GROUP_TIMEOUT: Final = timedelta(minutes=5)
 
 
 class Transport(Protocol):
-    """Sends buckets of one push: `send` each in order, then `finish`. `version` is what the engines shall say."""
+    """Sends buckets of one push: `send` each in order, then `finish`. The version is stamped by the push, at its end."""
 
-    def send(self, engines: EngineSet, bucket: Bucket, version: str) -> None: ...
-    def finish(self, engines: EngineSet, version: str) -> None: ...
+    def send(self, engines: EngineSet, bucket: Bucket) -> None: ...
+    def finish(self, engines: EngineSet) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorTransport:
     """Buckets in HTTP bodies: inline on a CPU, as CUDA IPC handles on a GPU that engine and learner share."""
 
-    def send(self, engines: EngineSet, bucket: Bucket, version: str) -> None:
+    def send(self, engines: EngineSet, bucket: Bucket) -> None:
         """Every engine gets the same payload; `flat` is kept alive until all have answered."""
         body = {
             "serialized_named_tensors": [serialize_bucket(bucket.flat, bucket.slots)],
             "load_format": "flattened_bucket",
             "flush_cache": False,
-            "weight_version": version,
         }
         engines.post("/update_weights_from_tensor", body)
         if bucket.flat.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.ipc_collect()
 
-    def finish(self, engines: EngineSet, version: str) -> None:
+    def finish(self, engines: EngineSet) -> None:
         """Nothing is left to do."""
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class DistributedTransport:
         self._members: tuple[str, ...] = ()
         self._rebuilds = 0
 
-    def send(self, engines: EngineSet, bucket: Bucket, version: str) -> None:
+    def send(self, engines: EngineSet, bucket: Bucket) -> None:
         """One HTTP call announces the tensors; each is then broadcast in the same order."""
         group = self._join(engines, bucket.flat.is_cuda)
         body = {
@@ -71,20 +71,24 @@ class DistributedTransport:
             "shapes": [list(slot.shape) for slot in bucket.slots],
             "group_name": self._name,
             "flush_cache": False,
-            "weight_version": version,
         }
-        answers = [engines._threads.submit(e.post, "/update_weights_from_distributed", body) for e in engines.engines]
+        answers = [engines.submit(engine.post, "/update_weights_from_distributed", body) for engine in engines.engines]
+        sending = [
+            dist.broadcast(_tensor(bucket, slot), group=group, group_src=0, async_op=True) for slot in bucket.slots
+        ]
         try:
-            for slot in bucket.slots:
-                tensor = bucket.flat[slot.start_idx : slot.end_idx].view(slot.dtype).reshape(slot.shape)
-                dist.broadcast(tensor, group=group, group_src=0)
-        except RuntimeError as error:
+            # An engine answers when it has all, or when it refuses: then nobody would take the broadcast.
+            for answer in as_completed(answers):
+                answer.result()
+            for work in sending:
+                work.wait()
+        except (WeightSyncError, RuntimeError) as error:
             self._group = None
+            if isinstance(error, WeightSyncError):
+                raise
             raise WeightSyncError(f"the broadcast to engines {', '.join(engines.urls)} failed: {error}") from error
-        for answer in answers:
-            answer.result()
 
-    def finish(self, engines: EngineSet, version: str) -> None:
+    def finish(self, engines: EngineSet) -> None:
         """Nothing is left to do."""
 
     def close(self) -> None:
@@ -105,27 +109,40 @@ class DistributedTransport:
             port = int(probe.getsockname()[1])
         world_size = 1 + len(engines.urls)
         backend = "nccl" if is_cuda else "gloo"
-        answers = []
+        joining: list[Future[Any]] = []
         for index, engine in enumerate(engines.engines):
-            body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1 + index, "world_size": world_size,
-                    "group_name": self._name, "backend": backend}  # fmt: skip
-            answers.append(engines._threads.submit(engine.post, "/init_weights_update_group", body))
-        store = c10d.PrefixStore(self._name, TCPStore("127.0.0.1", port, world_size, is_master=True))
-        group, _ = c10d._new_process_group_helper(
-            world_size,
-            0,
-            [],
-            c10d.Backend(backend),
-            store,
-            group_name=c10d.GroupName(self._name),
-            timeout=_GROUP_TIMEOUT,
-        )
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-        for answer in answers:
-            answer.result()
-        found: dist.ProcessGroup = group
-        self._group = found
-        return found
+            body = {
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "rank_offset": 1 + index,
+                "world_size": world_size,
+                "group_name": self._name,
+                "backend": backend,
+            }
+            joining.append(engines.submit(engine.post, "/init_weights_update_group", body))
+        own = engines.submit(_make_group, self._name, port, world_size, backend)
+        for done in as_completed([*joining, own]):
+            try:
+                done.result()  # an engine that refuses ends the wait for it
+            except RuntimeError as error:
+                raise WeightSyncError(f"no weight update group with {', '.join(engines.urls)}: {error}") from error
+        self._group = own.result()
+        return self._group
+
+
+def _tensor(bucket: Bucket, slot: TensorSlot) -> torch.Tensor:
+    return bucket.flat[slot.start_idx : slot.end_idx].view(slot.dtype).reshape(slot.shape)
+
+
+def _make_group(name: str, port: int, world_size: int, backend: str) -> dist.ProcessGroup:
+    """This process as rank 0 of a group beside torch.distributed's default one."""
+    store = c10d.PrefixStore(name, TCPStore("127.0.0.1", port, world_size, is_master=True, wait_for_workers=False))
+    group, _ = c10d._new_process_group_helper(
+        world_size, 0, [], c10d.Backend(backend), store, group_name=c10d.GroupName(name), timeout=_GROUP_TIMEOUT
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    found: dist.ProcessGroup = group
+    return found
 
 
 class DiskTransport:
@@ -136,20 +153,19 @@ class DiskTransport:
         self._directory = Path(tempfile.mkdtemp(prefix="rlagent-weights-"))
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def send(self, engines: EngineSet, bucket: Bucket, version: str) -> None:
+    def send(self, engines: EngineSet, bucket: Bucket) -> None:
         """Hold the tensors until all are there."""
-        del engines, version  # both matter when the file is complete
+        del engines  # they matter when the file is complete
         for slot in bucket.slots:
-            tensor = bucket.flat[slot.start_idx : slot.end_idx].view(slot.dtype).reshape(slot.shape)
-            self._tensors[slot.name] = tensor.cpu()
+            self._tensors[slot.name] = _tensor(bucket, slot).cpu()
 
-    def finish(self, engines: EngineSet, version: str) -> None:
+    def finish(self, engines: EngineSet) -> None:
         """Write one file and have every engine load it."""
         save_file(self._tensors, self._directory / "model.safetensors", metadata={"format": "pt"})
         self._tensors = {}
         for file in self._files:
             shutil.copy(file, self._directory)
-        body: dict[str, Any] = {"model_path": str(self._directory), "weight_version": version, "flush_cache": False}
+        body: dict[str, Any] = {"model_path": str(self._directory), "flush_cache": False}
         engines.post("/update_weights_from_disk", body)
 
     def close(self) -> None:

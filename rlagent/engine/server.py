@@ -1,6 +1,7 @@
 """The engine's HTTP surface: SGLang's paths, bodies and answers, as far as the router and the weight sync use them."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -195,7 +196,8 @@ class Control:
         """Settings and load."""
         scheduler = self._engine.scheduler
         return _json(
-            {**self._engine.config.model_dump(mode="json"), "version": "rlagent", "paused": self._engine.paused,
+            {**self._engine.config.model_dump(mode="json"), "version": "rlagent", "pid": os.getpid(),
+                "paused": self._engine.paused,
              "num_running": len(scheduler.running), "num_waiting": len(scheduler.waiting)}
         )  # fmt: skip
 

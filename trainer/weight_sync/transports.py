@@ -3,6 +3,7 @@
 import shutil
 import socket
 import tempfile
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, as_completed
 from datetime import timedelta
@@ -60,7 +61,6 @@ class DistributedTransport:
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: tuple[str, ...] = ()
-        self._rebuilds = 0
 
     def send(self, engines: EngineSet, bucket: Bucket) -> None:
         """One HTTP call announces the tensors; each is then broadcast in the same order."""
@@ -102,8 +102,7 @@ class DistributedTransport:
         if self._group is not None and self._members == engines.urls:
             return self._group
         self.close()
-        self._rebuilds += 1
-        self._name, self._members = f"rlagent-weights-{self._rebuilds}", engines.urls
+        self._name, self._members = f"rlagent-weights-{uuid.uuid4().hex}", engines.urls
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])

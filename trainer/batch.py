@@ -78,21 +78,17 @@ def select(batch: Batch, rows: Sequence[int]) -> Batch:
     )
 
 
-def split(batch: Batch, parts: int) -> list[Batch]:
-    """Up to `parts` batches, each an update of its own; a rollout's rows stay together, rollouts keep their order.
+def split(batch: Batch, parts: int, loss: LossConfig) -> list[Batch]:
+    """Up to `parts` batches, each an update of its own and weighed like a whole step.
 
-    Weights are scaled by (total weight) / (the part's weight), so that every part is normalised like a whole step.
+    A rollout's rows stay together, rollouts keep their order.
     """
     if parts < 1:
         raise LearnerError(f"a batch is split into at least 1 part, not {parts}")
     ids = np.unique(batch.rollout_index)
-    total = float(batch.weight.sum())
-    found = []
-    for chunk in np.array_split(ids, min(parts, max(1, len(ids)))):
-        part = select(batch, np.flatnonzero(np.isin(batch.rollout_index, chunk)).tolist())
-        own = float(part.weight.sum())
-        found.append(replace(part, weight=part.weight * np.float32(total / own)) if own else part)
-    return found
+    chunks = np.array_split(ids, min(parts, max(1, len(ids))))
+    rows = [np.flatnonzero(np.isin(batch.rollout_index, chunk)).tolist() for chunk in chunks]
+    return [weigh(select(batch, chosen), loss) for chosen in rows]
 
 
 def _concatenate(rows: Sequence[Trajectory], owners: Sequence[int], values: Sequence[float]) -> Batch:

@@ -1,6 +1,7 @@
 """Corrections of the mismatch between the engine's policy and the learner's, on w = exp(lp_old - lp_roll).
 
-Each gives a factor a token (detached) that multiplies the policy loss. Sequences are told apart by `rollout_index`.
+Each gives a factor a token (detached) that multiplies the policy loss. A sequence is a row of the batch: its tokens share a
+`sequence_index` and are all in one microbatch, so no split of the work changes a sequence's factor.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ def mis(w: Tensor, config: CorrectionConfig) -> Tensor:
 _RULES: Final[Mapping[str, Rule]] = {"tis": tis, "mis": mis, "icepop": mis}
 
 
-def correction(log_w: Tensor, mask: Tensor, rollout_index: Tensor, config: CorrectionConfig) -> Tensor | None:
+def correction(log_w: Tensor, mask: Tensor, sequence_index: Tensor, config: CorrectionConfig) -> Tensor | None:
     """Factor [T], or None when nothing is corrected. log_w [T] must be 0 outside the mask."""
     if config.name == "none" and config.veto is None:
         return None
@@ -38,21 +39,21 @@ def correction(log_w: Tensor, mask: Tensor, rollout_index: Tensor, config: Corre
     log_w = log_w.detach()
     factor = torch.ones_like(log_w)
     if config.name != "none":
-        factor = _RULES[config.name](_level(log_w, mask, rollout_index, config.level).exp(), config)
+        factor = _RULES[config.name](_level(log_w, mask, sequence_index, config.level).exp(), config)
     if config.veto is not None:
-        lowest = torch.full((int(rollout_index.max()) + 1,), torch.inf, dtype=log_w.dtype, device=log_w.device)
-        lowest = lowest.scatter_reduce(0, rollout_index, torch.where(mask, log_w, torch.inf), "amin")
-        factor = torch.where(lowest[rollout_index].exp() < config.veto, torch.zeros_like(factor), factor)
+        lowest = torch.full((int(sequence_index.max()) + 1,), torch.inf, dtype=log_w.dtype, device=log_w.device)
+        lowest = lowest.scatter_reduce(0, sequence_index, torch.where(mask, log_w, torch.inf), "amin")
+        factor = torch.where(lowest[sequence_index].exp() < config.veto, torch.zeros_like(factor), factor)
     return factor
 
 
-def _level(log_w: Tensor, mask: Tensor, rollout_index: Tensor, level: str) -> Tensor:
+def _level(log_w: Tensor, mask: Tensor, sequence_index: Tensor, level: str) -> Tensor:
     """log w of each token, of its sequence (sum), or its sequence's geometric mean."""
     if level == "token":
         return log_w
-    size = int(rollout_index.max()) + 1
-    total = torch.zeros(size, dtype=log_w.dtype, device=log_w.device).index_add(0, rollout_index, log_w)
+    size = int(sequence_index.max()) + 1
+    total = torch.zeros(size, dtype=log_w.dtype, device=log_w.device).index_add(0, sequence_index, log_w)
     if level == "geometric":
-        count = torch.zeros_like(total).index_add(0, rollout_index, mask.to(log_w.dtype))
+        count = torch.zeros_like(total).index_add(0, sequence_index, mask.to(log_w.dtype))
         total = total / count.clamp(min=1)
-    return total[rollout_index]
+    return total[sequence_index]

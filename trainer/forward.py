@@ -137,7 +137,7 @@ def _loss_input(work: Work, logprobs: Tensor, entropy: Tensor, config: LearnerCo
         advantages=streams.advantages,
         weight=streams.weight,
         loss_mask=streams.loss_mask,
-        rollout_index=streams.rollout_index,
+        sequence_index=streams.sequence_index,
     )
 
 

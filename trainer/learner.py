@@ -127,7 +127,7 @@ class Learner:
         started = time.perf_counter()
         check_batch(batch, self.arch.vocab_size)
         updates = self.config.batch.updates
-        parts = split(batch, updates) if updates > 1 else [batch]
+        parts = split(batch, updates, self.config.loss) if updates > 1 else [batch]
         score_old = len(parts) > 1 and self.config.old_logprobs == "recompute"
         works = [self._works(self._microbatches(part), score_old=score_old) for part in parts]
         scored = time.perf_counter()

@@ -30,7 +30,7 @@ class LossInput:
     advantages: Tensor
     weight: Tensor
     loss_mask: Tensor  # bool
-    rollout_index: Tensor  # int64
+    sequence_index: Tensor  # int64; equal on the tokens of one row, which no microbatch cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,11 @@ def cispo(s: LossInput, config: LossConfig) -> Tensor:
 
 def gspo(s: LossInput, config: LossConfig) -> Tensor:
     """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 14)."""
-    size = int(s.rollout_index.max()) + 1
+    size = int(s.sequence_index.max()) + 1
     log_ratio = s.logprobs.detach() - s.old_logprobs
-    total = log_ratio.new_zeros(size).index_add(0, s.rollout_index, log_ratio)
-    count = log_ratio.new_zeros(size).index_add(0, s.rollout_index, s.loss_mask.to(log_ratio.dtype)).clamp(min=1)
-    ratio = (total / count)[s.rollout_index].exp() * (s.logprobs - s.logprobs.detach()).exp()
+    total = log_ratio.new_zeros(size).index_add(0, s.sequence_index, log_ratio)
+    count = log_ratio.new_zeros(size).index_add(0, s.sequence_index, s.loss_mask.to(log_ratio.dtype)).clamp(min=1)
+    ratio = (total / count)[s.sequence_index].exp() * (s.logprobs - s.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
 
@@ -95,7 +95,7 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
     if per_token.shape != s.logprobs.shape:
         raise LearnerError(f"loss {config.name!r} gave shape {tuple(per_token.shape)}, not {tuple(s.logprobs.shape)}")
     log_w = s.old_logprobs - s.rollout_logprobs
-    factor = correction(log_w, s.loss_mask, s.rollout_index, correction_config)
+    factor = correction(log_w, s.loss_mask, s.sequence_index, correction_config)
     if factor is not None:
         per_token = per_token * factor
     stats = _stats(s, config)
@@ -129,7 +129,7 @@ def _masked(s: LossInput) -> LossInput:
         advantages=put(s.advantages),
         weight=put(s.weight),
         loss_mask=s.loss_mask,
-        rollout_index=s.rollout_index.long(),
+        sequence_index=s.sequence_index.long(),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlagent.errors import LearnerError
 from rlagent.trainer.model.packing import PackedRows, local_tokens, pack_rows
 from rlagent.trainer.parallel import ParallelPlan
-from rlagent.types import Batch, Int32Array, Int64Array
+from rlagent.types import Batch, Int64Array
 
 IGNORED: Final = -100
 """The target of the token scored where there is none to score: linear_logprob answers 0 for it, without a gradient."""
@@ -32,7 +32,7 @@ class Streams:
     advantages: Tensor
     weight: Tensor
     loss_mask: Tensor
-    rollout_index: Tensor
+    sequence_index: Tensor  # of the token's row in the batch: a row is never cut, so all of its tokens are here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +143,14 @@ def _streams(
             advantages=zero,
             weight=zero,
             loss_mask=torch.zeros(1, dtype=torch.bool, device=device),
-            rollout_index=torch.zeros(1, dtype=torch.int64, device=device),
+            sequence_index=torch.zeros(1, dtype=torch.int64, device=device),
         )
     origin = index[scored]
-    rollouts: Int32Array = np.repeat(batch.rollout_index[rows], lengths)[scored]
+    sequences = np.repeat(np.asarray(rows, dtype=np.int64), lengths)[scored]
     return Streams(
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[origin]).to(device),
         advantages=torch.from_numpy(batch.advantages[origin]).to(device),
         weight=torch.from_numpy(batch.weight[origin]).to(device),
         loss_mask=torch.ones(len(scored), dtype=torch.bool, device=device),
-        rollout_index=torch.from_numpy(rollouts.astype(np.int64)).to(device),
+        sequence_index=torch.from_numpy(sequences).to(device),
     )

@@ -85,17 +85,29 @@ def test_an_empty_batch_is_a_batch() -> None:
 
 @given(GROUPS, st.integers(1, 4), st.sampled_from(AGGREGATIONS))
 @settings(deadline=None, max_examples=60)
-def test_split_keeps_rollouts_whole_and_normalises_each_part(
+def test_split_keeps_rollouts_whole_and_weighs_each_part_like_a_step(
     masks: list[list[list[list[int]]]], parts: int, aggregation: str
 ) -> None:
     batch = packed(make(masks), aggregation)
-    found = split(batch, parts)
+    loss = LossConfig(aggregation=aggregation, constant_length=10)  # type: ignore[arg-type]
+    found = split(batch, parts, loss)
     assert sum(part.num_rows for part in found) == batch.num_rows
     owners = [set(part.rollout_index.tolist()) for part in found]
     assert sum(map(len, owners)) == len(set().union(*owners))
-    for part in found:
-        if part.num_sampled:
-            assert part.weight.sum() == pytest.approx(batch.weight.sum(), rel=1e-4)
+    for part in filter(lambda part: part.num_rows, found):
+        rows = np.split(part.loss_mask, part.cu_seqlens[1:-1])
+        sums = [float(w.sum()) for w in np.split(part.weight, part.cu_seqlens[1:-1])]
+        lengths = [int(row.sum()) for row in rows]
+        expected = {
+            "token_mean": [n / sum(lengths) for n in lengths],
+            "seq_mean_token_sum": [n / len(rows) for n in lengths],
+            "seq_mean_token_mean": [1 / len(rows)] * len(rows),
+            "constant_length": [n / (10 * len(rows)) for n in lengths],
+        }.get(aggregation)
+        if expected is None:
+            assert sum(sums) == pytest.approx(1, rel=1e-5)
+        else:
+            assert sums == pytest.approx(expected, rel=1e-5)
 
 
 @given(GROUPS, st.randoms())

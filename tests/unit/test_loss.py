@@ -19,7 +19,7 @@ NONE = CorrectionConfig()
 
 
 def streams(**given: Any) -> LossInput:
-    """Five tokens of two rollouts, the third masked out."""
+    """Five tokens of two sequences, the third masked out."""
     made: dict[str, Any] = {
         "logprobs": torch.tensor([-1.0, -0.5, -2.0, -0.7, -1.5], dtype=torch.float64),
         "old_logprobs": torch.tensor([-1.2, -0.5, -2.5, -0.4, -1.1], dtype=torch.float64),
@@ -29,7 +29,7 @@ def streams(**given: Any) -> LossInput:
         "advantages": torch.tensor([1.0, 1.0, 0.0, -2.0, -2.0], dtype=torch.float64),
         "weight": torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25], dtype=torch.float64),
         "loss_mask": torch.tensor([True, True, False, True, True]),
-        "rollout_index": torch.tensor([0, 0, 0, 1, 1]),
+        "sequence_index": torch.tensor([0, 0, 0, 1, 1]),
         **given,
     }
     return LossInput(**{key: made[key] for key in LossInput.__dataclass_fields__ if key in made})
@@ -187,7 +187,7 @@ def test_invariant_20_no_mismatch_no_correction(name: str, level: Any) -> None:
 
 def test_corrections_by_hand() -> None:
     log_w = torch.tensor([math.log(4), 0.0, 0.0, math.log(0.1), 0.0])
-    mask, index = streams().loss_mask, streams().rollout_index
+    mask, index = streams().loss_mask, streams().sequence_index
 
     def factors(**given: Any) -> list[float]:
         found = correction(log_w, mask, index, CorrectionConfig(**given))

@@ -1,6 +1,7 @@
 """How a per-token loss becomes one number: a weight for each sampled token, computed once for the whole step.
 
 With the weights folded into the batch, microbatches and ranks only sum; so no split of the work changes the objective.
+Invariant: a row or rollout without a sampled token is in no denominator.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ import numpy as np
 
 from rlagent.types import Float32Array, Int64Array
 
-# (sampled tokens of each row [B], rollout of each row [B], constant length) -> weight of a row's tokens [B]
+# (sampled tokens of each row [B], not all 0; rollout of each row [B]; constant length) -> weight of a row's tokens [B]
 Aggregation = Callable[[Int64Array, Int64Array, int], Float32Array]
 
 
@@ -23,26 +24,26 @@ def token_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Floa
 def seq_mean_token_sum(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
     """Sum over a row's tokens, mean over rows."""
     del rollouts, constant
-    return np.full(len(lengths), 1.0 / len(lengths), dtype=np.float32)
+    return np.full(len(lengths), 1.0 / np.count_nonzero(lengths), dtype=np.float32)
 
 
 def seq_mean_token_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
     """Mean over a row's tokens, mean over rows (GRPO, arXiv 2402.03300, eq. 3)."""
     del rollouts, constant
-    return (1.0 / (len(lengths) * lengths)).astype(np.float32)
+    return (1.0 / (np.count_nonzero(lengths) * np.maximum(1, lengths))).astype(np.float32)
 
 
 def constant_length(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
     """Sum over a row's tokens divided by a constant, mean over rows (Dr. GRPO, arXiv 2503.20783, sec. 3.2)."""
     del rollouts
-    return np.full(len(lengths), 1.0 / (len(lengths) * constant), dtype=np.float32)
+    return np.full(len(lengths), 1.0 / (np.count_nonzero(lengths) * constant), dtype=np.float32)
 
 
 def rollout_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
     """Mean over a rollout's tokens, mean over rollouts: one that is split into k rows counts once."""
     del constant
     totals = np.bincount(rollouts, weights=lengths)
-    return (1.0 / (np.count_nonzero(totals) * totals[rollouts])).astype(np.float32)
+    return (1.0 / (np.count_nonzero(totals) * np.maximum(1, totals[rollouts]))).astype(np.float32)
 
 
 AGGREGATIONS: Final[Mapping[str, Aggregation]] = {

@@ -37,11 +37,11 @@ def partial_kernel(
         sum_exp_z = sum_exp_z * rescale + tl.sum(weights * finite_z, 0)
         maximum = tile_maximum
     target = tl.load(target_ptr + row)
-    chosen = tl.load(base + tl.maximum(target, 0))
+    chosen = tl.load(base + target, mask=target >= 0, other=0.0)
     tl.store(maximum_ptr + row, maximum)
     tl.store(sum_exp_ptr + row, sum_exp)
     tl.store(sum_exp_z_ptr + row, sum_exp_z)
-    tl.store(chosen_ptr + row, tl.where(target >= 0, chosen, 0.0))
+    tl.store(chosen_ptr + row, chosen)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def rloo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray
 def opo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
     """R - sum(L R) / sum(L): the length-weighted optimal baseline (OPO, arXiv 2505.23585, eq. 8)."""
     del epsilon
-    if len(rewards) < 2 or (rewards == rewards[0]).all():
+    if len(rewards) < 2 or (rewards == rewards[0]).all() or not lengths.any():
         return np.zeros_like(rewards)
     centred: FloatArray = rewards - (lengths @ rewards) / lengths.sum()
     return centred
@@ -63,7 +63,9 @@ def advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[str, fl
 
     Ungrouped bundles share one baseline over all of them in the batch, or are refused, by config.ungrouped.
     """
-    estimator = _BY_NAME.get(config.name) or load_function(config.name, what="advantage estimator")
+    estimator = _BY_NAME.get(config.name) or load_function(
+        config.name, what=f"advantage estimator (known by name: {', '.join(sorted(_BY_NAME))}; else file.py:function)"
+    )
     loose = [rollout for group in groups if group.ungrouped for rollout in group.rollouts]
     if loose and config.ungrouped == "error":
         raise LearnerError(

@@ -41,6 +41,8 @@ class LossOutput:
     stats: dict[str, Tensor]
 
 
+# exp of more overflows fp32, and 0 * inf is NaN; a token that far off is clipped, or rejected, anyway.
+_MAX_LOG_RATIO: Final = 60.0
 # (streams with the mask applied, config) -> per-token loss [T]
 TokenLoss = Callable[[LossInput, LossConfig], Tensor]
 
@@ -50,7 +52,7 @@ def ppo(s: LossInput, config: LossConfig) -> Tensor:
 
     Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
     """
-    ratio = (s.logprobs - s.old_logprobs).exp()
+    ratio = (s.logprobs - s.old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
     if config.dual_clip is None:
@@ -60,7 +62,12 @@ def ppo(s: LossInput, config: LossConfig) -> Tensor:
 
 def cispo(s: LossInput, config: LossConfig) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
-    ratio = (s.logprobs - s.old_logprobs).exp().clamp(1 - config.clip_low, 1 + config.clip_high)
+    ratio = (
+        (s.logprobs - s.old_logprobs)
+        .clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        .exp()
+        .clamp(1 - config.clip_low, 1 + config.clip_high)
+    )
     return -ratio.detach() * s.advantages * s.logprobs
 
 
@@ -89,7 +96,9 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
 
     `config.name` is one of LOSSES or file.py:function of the type TokenLoss.
     """
-    token_loss = LOSSES.get(config.name) or load_function(config.name, what="loss")
+    token_loss = LOSSES.get(config.name) or load_function(
+        config.name, what=f"loss (known by name: {', '.join(sorted(LOSSES))}; else file.py:function)"
+    )
     s = _masked(streams)
     per_token = token_loss(s, config)
     if per_token.shape != s.logprobs.shape:
@@ -101,7 +110,7 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
     stats = _stats(s, config)
     if factor is not None:
         stats["correction_rejected"] = ((factor == 0) & s.loss_mask).sum()
-    if s.ref_logprobs is not None:
+    if s.ref_logprobs is not None and config.kl_coef:
         divergence = KL_ESTIMATORS[config.kl_estimator](s.ref_logprobs - s.logprobs)
         per_token = per_token + config.kl_coef * divergence
         stats["kl_reference"] = divergence.detach().sum()

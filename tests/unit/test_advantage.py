@@ -1,19 +1,15 @@
-"""Advantage estimators against hand-computed numbers, and the learner's invariants 14, 15, 16."""
+"""Advantage estimators against hand-computed numbers, and the learner's invariant 14."""
 
 import math
 
 import numpy as np
 import pytest
 from groups import group
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlagent.errors import LearnerError, LoadError
 from rlagent.trainer.advantage import advantages
 from rlagent.trainer.batch import pack
 from rlagent.trainer.config import AdvantageConfig, LossConfig
-
-REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=8)
 
 
 def values(rewards: list[float], name: str, **options: object) -> list[float]:
@@ -44,33 +40,30 @@ def test_reinforce_pp_baseline_is_white_over_the_batch_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("rewards", [[1.0], [0.3, 0.3, 0.3], [0.1 + 0.2, 0.3 + 0.0, 0.1 + 0.2]])
+@pytest.mark.parametrize("rewards", [[1.0], [0.1, 0.1, 0.1], [0.0, 0.0]])
 def test_invariant_14_no_variance_gives_no_gradient(name: str, rewards: list[float]) -> None:
-    if len(set(rewards)) > 1:  # 0.1 + 0.2 is not 0.3: nearly no variance must not blow up
-        assert max(map(abs, values(rewards, name))) < 2
-    else:
-        assert values(rewards, name) == [0.0] * len(rewards)
+    assert values(rewards, name) == [0.0] * len(rewards)
 
 
-@given(REWARDS)
-@settings(deadline=None, max_examples=50)
-def test_invariant_15_sums_to_zero_and_rloo_is_the_scaled_mean_form(rewards: list[float]) -> None:
-    for name in ("grpo", "dr_grpo", "rloo"):
-        assert sum(values(rewards, name)) == pytest.approx(0, abs=1e-9)
-    n = len(rewards)
-    assert values(rewards, "rloo") == pytest.approx([n / (n - 1) * a for a in values(rewards, "dr_grpo")])
-    others = [r - (sum(rewards) - r) / (n - 1) for r in rewards]
-    assert values(rewards, "rloo") == pytest.approx(others, abs=1e-9)
+def test_invariant_14_a_group_without_variance_beside_another() -> None:
+    groups = [group([1.0, 1.0], name="flat", rows=[[[0, 1]], [[0, 1, 1]]]), group([1.0, 0.0], name="b")]
+    for name in ("grpo", "dr_grpo", "rloo", "opo"):
+        found = advantages(groups, AdvantageConfig(name=name))
+        assert (found["flat-0"], found["flat-1"]) == (0.0, 0.0), name
 
 
-@given(REWARDS, st.floats(-2, 2), st.floats(0.5, 4))
-@settings(deadline=None, max_examples=50)
-def test_invariant_16_shifts_and_scales_of_the_reward_change_nothing(
-    rewards: list[float], shift: float, scale: float
-) -> None:
-    moved = [r * scale + shift for r in rewards]
-    assert values(moved, "grpo") == pytest.approx(values(rewards, "grpo"), abs=1e-6)
-    assert values([r + shift for r in rewards], "dr_grpo") == pytest.approx(values(rewards, "dr_grpo"), abs=1e-6)
+def test_invariant_14_whitening_over_the_batch_moves_every_group_by_the_same() -> None:
+    # REINFORCE++ subtracts the mean over all tokens, which is not 0 where better rollouts are longer.
+    groups = [group([1.0, 1.0], name="flat"), group([1.0, 0.0], name="b", rows=[[[0, 1, 1, 1]], [[0, 1]]])]
+    found = advantages(groups, AdvantageConfig(name="reinforce_pp_baseline", epsilon=0.0))
+    mean = (3 * 0.5 - 0.5) / 8
+    std = math.sqrt((4 * mean**2 + 3 * (0.5 - mean) ** 2 + (0.5 + mean) ** 2) / 8)
+    assert list(found.values()) == pytest.approx([-mean / std, -mean / std, (0.5 - mean) / std, (-0.5 - mean) / std])
+
+
+def test_rewards_that_differ_by_rounding_only_do_not_train() -> None:
+    found = advantages([group([0.1 + 0.2, 0.3, 0.3])], AdvantageConfig())
+    assert max(map(abs, found.values())) < 1e-9
 
 
 def test_a_row_with_nothing_sampled_does_not_move_the_baseline() -> None:

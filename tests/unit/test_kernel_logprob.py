@@ -1,5 +1,6 @@
 """linear_logprob against plain torch: values, gradients, chunks, padding, ignored rows, and two vocabulary shards."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlagent.kernels.logprob import linear_logprob
 T, H, V = 37, 16, 53
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, H, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(V, H, generator=generator, dtype=dtype).requires_grad_()
@@ -32,7 +33,7 @@ def oracle(hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor |
 @pytest.mark.parametrize("chunk", [1, 10, 37, 2048])
 @pytest.mark.parametrize("tempered", [False, True])
 def test_values_and_gradients(chunk: int, tempered: bool) -> None:
-    hidden, weight, target, temperature = inputs(torch.float32)
+    hidden, weight, target, temperature = inputs()
     scale: Tensor | float = temperature if tempered else 1.0
     found = linear_logprob(hidden, weight, target, temperature=scale, return_entropy=True, chunk=chunk)
     expected = oracle(hidden, weight, target, scale)
@@ -47,23 +48,84 @@ def test_values_and_gradients(chunk: int, tempered: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_gradient_is_a_finite_difference() -> None:
-    hidden, weight, target, temperature = inputs(torch.float32)
+@pytest.mark.parametrize("which", [0, 1])
+def test_each_output_alone(which: int) -> None:
+    # The other one's gradient is then None, not zeros.
+    hidden, weight, target, temperature = inputs()
+    found = linear_logprob(hidden, weight, target, temperature=temperature, return_entropy=True, chunk=10)[which]
+    assert found is not None
+    g = torch.linspace(-1, 1, T)
+    ours = torch.autograd.grad(found @ g, (hidden, weight))
+    theirs = torch.autograd.grad(oracle(hidden, weight, target, temperature)[which] @ g, (hidden, weight))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
-    def value(h: Tensor) -> Tensor:
-        logprob, entropy = linear_logprob(h, weight, target, temperature=temperature, return_entropy=True, chunk=8)
+
+def test_invariant_11_the_gradient_is_a_finite_difference() -> None:
+    hidden, weight, target, temperature = inputs()
+
+    def value(h: Tensor, w: Tensor) -> Tensor:
+        logprob, entropy = linear_logprob(h, w, target, temperature=temperature, return_entropy=True, chunk=8)
         assert entropy is not None
-        return logprob.sum() + 0.3 * entropy.sum()
+        return logprob.double().sum() + 0.3 * entropy.double().sum()
 
-    (gradient,) = torch.autograd.grad(value(hidden), hidden)
-    step = torch.zeros_like(hidden)
-    step[5, 3] = 1e-2
-    difference = (value(hidden + step) - value(hidden - step)) / 2e-2
-    assert gradient[5, 3].item() == pytest.approx(difference.item(), rel=2e-2)
+    gradients = torch.autograd.grad(value(hidden, weight), (hidden, weight))
+    generator = torch.Generator().manual_seed(1)
+    for direction in range(3):  # along random directions: one difference checks every entry of both
+        along = [torch.randn(x.shape, generator=generator) for x in (hidden, weight)]
+        steps = [1e-3 * d for d in along]
+        difference = value(hidden + steps[0], weight + steps[1]) - value(hidden - steps[0], weight - steps[1])
+        slope = sum((gradient * d).sum().item() for gradient, d in zip(gradients, along, strict=True))
+        assert difference.item() / 2e-3 == pytest.approx(slope, rel=1e-2, abs=1e-2), direction
+
+
+def test_bfloat16_stays_within_its_rounding() -> None:
+    hidden, weight, target, temperature = inputs()
+    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    full = [x.detach().float().requires_grad_() for x in half]
+    found = linear_logprob(half[0], half[1], target, temperature=temperature, return_entropy=True, chunk=10)
+    expected = oracle(full[0], full[1], target, temperature)
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0, atol=0.15)
+    ours, theirs = (torch.autograd.grad(x[0].sum(), y) for x, y in ((found, half), (expected, full)))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - b).norm() <= 0.02 * b.norm()
+
+
+def test_invariant_25_temperature_and_padding_are_part_of_the_distribution() -> None:
+    # Three tokens by hand: logits 2, 0 and padding, at temperature 2.
+    hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [0.0], [50.0]])
+    found, entropy = linear_logprob(
+        hidden, weight, torch.tensor([0]), temperature=2.0, return_entropy=True, vocab_size=2
+    )
+    p = math.e / (math.e + 1)
+    assert found.item() == pytest.approx(math.log(p))
+    assert entropy is not None
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight = torch.full((2, 1), 1e4), torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    logprob, entropy = linear_logprob(hidden, weight, torch.tensor([0, 1]), return_entropy=True)
+    assert entropy is not None
+    assert logprob.tolist() == [0.0, -2e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    assert torch.autograd.grad(logprob.sum() + entropy.sum(), weight)[0].isfinite().all()
+
+
+def test_no_tokens() -> None:
+    weight = torch.randn(V, H, requires_grad=True)
+    logprob, _ = linear_logprob(torch.empty(0, H), weight, torch.empty(0, dtype=torch.int64))
+    assert logprob.shape == (0,)
+    (gradient,) = torch.autograd.grad(logprob.sum(), weight)
+    assert not gradient.any()
 
 
 def test_an_ignored_row_is_zero_and_touches_no_gradient_whatever_it_holds() -> None:
-    hidden, weight, target, temperature = inputs(torch.float32)
+    hidden, weight, target, temperature = inputs()
     target[4] = -100
     dirty = hidden.detach().clone()
     dirty[4] = torch.nan
@@ -77,7 +139,7 @@ def test_an_ignored_row_is_zero_and_touches_no_gradient_whatever_it_holds() -> N
 
 
 def test_padding_of_the_vocabulary_is_no_part_of_the_distribution() -> None:
-    hidden, weight, target, _ = inputs(torch.float32)
+    hidden, weight, target, _ = inputs()
     target = target % 50
     found, _ = linear_logprob(hidden, weight, target, vocab_size=50)
     torch.testing.assert_close(found, oracle(hidden, weight[:50], target, 1.0)[0], rtol=1e-5, atol=2e-5)
@@ -86,7 +148,7 @@ def test_padding_of_the_vocabulary_is_no_part_of_the_distribution() -> None:
 
 
 def test_no_entropy_unless_asked_for() -> None:
-    hidden, weight, target, _ = inputs(torch.float32)
+    hidden, weight, target, _ = inputs()
     assert linear_logprob(hidden, weight, target)[1] is None
 
 
@@ -102,13 +164,29 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_logits_of_the_whole_batch_exist() -> None:
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_no_logits_of_the_whole_batch_exist(return_entropy: bool) -> None:
     hidden = torch.randn(400, 8, requires_grad=True)
     weight = torch.randn(500, 8, requires_grad=True)
     with LargestTensor() as largest:
-        logprob, _ = linear_logprob(hidden, weight, torch.randint(0, 500, (400,)), chunk=16)
-        logprob.sum().backward()
+        target = torch.randint(0, 500, (400,))
+        found = linear_logprob(hidden, weight, target, chunk=16, return_entropy=return_entropy)
+        sum(x.sum() for x in found if x is not None).backward()  # type: ignore[union-attr]
     assert largest.numel <= 16 * 500
+
+
+def test_nothing_of_the_logits_is_kept_for_the_backward_pass() -> None:
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    hidden, weight, target, _ = inputs()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear_logprob(hidden, weight, target, return_entropy=True)
+    assert saved
+    assert max(saved) <= max(T * H, V * H)
 
 
 SHARDS = """
@@ -119,12 +197,14 @@ from test_kernel_logprob import inputs, oracle
 from rlagent.kernels.logprob import linear_logprob
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-hidden, weight, target, temperature = inputs(torch.float32)
+hidden, weight, target, temperature = inputs()
+target[3] = -100
 padded = torch.cat((weight.detach(), torch.full((28, 16), 7.0)))  # 81 = 3 x 27: the last shard is padding
 shard = padded[27 * rank : 27 * rank + 27].clone().requires_grad_()
 options = dict(return_entropy=True, tp_group=dist.group.WORLD, chunk=10, vocab_size=53)
-found, entropy = linear_logprob(hidden, shard, target, temperature=temperature, **options)
-expected, h = oracle(hidden, weight, target, temperature)
+dirty = torch.where((target == -100).unsqueeze(1), torch.nan, hidden)
+found, entropy = linear_logprob(dirty, shard, target, temperature=temperature, **options)
+expected, h = (torch.where(target == -100, 0.0, x) for x in oracle(hidden, weight, target, temperature))
 torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 torch.testing.assert_close(entropy, h, rtol=1e-4, atol=5e-5)
 ours = torch.autograd.grad(found.sum() + 0.5 * entropy.sum(), (hidden, shard))

@@ -47,12 +47,16 @@ _MAX_LOG_RATIO: Final = 60.0
 TokenLoss = Callable[[LossInput, LossConfig], Tensor]
 
 
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
 def ppo(s: LossInput, config: LossConfig) -> Tensor:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10).
 
     Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
     """
-    ratio = (s.logprobs - s.old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = _exp(s.logprobs - s.old_logprobs)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
     if config.dual_clip is None:
@@ -62,12 +66,7 @@ def ppo(s: LossInput, config: LossConfig) -> Tensor:
 
 def cispo(s: LossInput, config: LossConfig) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
-    ratio = (
-        (s.logprobs - s.old_logprobs)
-        .clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        .exp()
-        .clamp(1 - config.clip_low, 1 + config.clip_high)
-    )
+    ratio = _exp(s.logprobs - s.old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
     return -ratio.detach() * s.advantages * s.logprobs
 
 
@@ -77,7 +76,7 @@ def gspo(s: LossInput, config: LossConfig) -> Tensor:
     log_ratio = s.logprobs.detach() - s.old_logprobs
     total = log_ratio.new_zeros(size).index_add(0, s.sequence_index, log_ratio)
     count = log_ratio.new_zeros(size).index_add(0, s.sequence_index, s.loss_mask.to(log_ratio.dtype)).clamp(min=1)
-    ratio = (total / count)[s.sequence_index].exp() * (s.logprobs - s.logprobs.detach()).exp()
+    ratio = _exp(total / count)[s.sequence_index] * (s.logprobs - s.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
 

@@ -30,6 +30,11 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     assert list(found.values()) == pytest.approx([1 - 3 / 4, -3 / 4])
 
 
+def test_a_group_that_sampled_nothing_has_no_length_weighted_baseline() -> None:
+    found = advantages([group([1.0, 0.0], rows=[[[0, 0]], [[0, 0]]])], AdvantageConfig(name="opo"))
+    assert list(found.values()) == [0.0, 0.0]
+
+
 def test_reinforce_pp_baseline_is_white_over_the_batch_tokens() -> None:
     groups = [group([1.0, 0.0], name="a", rows=[[[0, 1, 1]], [[0, 1]]]), group([1.0, 1.0, 0.0], name="b")]
     found = advantages(groups, AdvantageConfig(name="reinforce_pp_baseline", epsilon=0.0))

@@ -187,6 +187,21 @@ def test_invariant_2_microbatches_sum_to_the_step(name: str) -> None:
         assert combine(part.stats[key].item() for part in found) == pytest.approx(value.item()), key
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("shift", [1e3, -1e3])
+def test_an_absurd_ratio_makes_no_nan(name: str, advantage: float, shift: float) -> None:
+    old = streams().old_logprobs.float()
+    x = (old + torch.tensor([shift, 0, 0, 0, 0])).requires_grad_()
+    given = streams(
+        logprobs=x, old_logprobs=old, rollout_logprobs=old, advantages=torch.full((5,), advantage), weight=old.exp()
+    )
+    found = run(given, name, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(found.loss, x)
+    assert found.loss.isfinite()
+    assert gradient.isfinite().all()
+
+
 def test_the_entropy_bonus_lowers_the_loss() -> None:
     s = streams(entropy=torch.tensor([1.0, 2.0, 9.0, 3.0, 4.0], dtype=torch.float64))
     found = run(s, entropy_coef=0.1)

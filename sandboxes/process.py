@@ -1,8 +1,8 @@
 """A sandbox of processes on this machine: bubblewrap's namespaces, rlimits, a timeout, capped output.
 
-Every command runs in its own pid, mount, ipc, uts and (unless network=True) net namespace, with the system read-only and
-only the work directory writable; when its first process ends, the kernel ends the rest. Without bubblewrap nothing of that
-holds: see README.md.
+Every command runs in its own user, pid, mount, ipc, uts and (unless network=True) net namespace, with the system read-only and
+only its own directories writable. Invariant: when `exec` returns or is cancelled, nothing the command started is alive. Without
+bubblewrap far less holds: see README.md.
 """
 
 import asyncio
@@ -10,35 +10,24 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from rlagent.errors import SandboxError
-from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Limits
+from rlagent.sandboxes import bubblewrap
+from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, ExecResult, Limits
+from rlagent.sandboxes.capture import Capture
+from rlagent.sandboxes.files import copy_tree, delete_tree, inside, read_file, write_file
 
-_WORK: Final = "/work"  # the work directory, as a command in a namespace sees it
-_PATH: Final = "/usr/local/bin:/usr/bin:/bin"
-_READ_BYTES: Final = 65536
+_STATUS_BYTES: Final = 4096
+_DRAIN_S: Final = 5.0  # for output still in a pipe once all that is known of a command is dead
+_MARK: Final = "RLAGENT_SANDBOX"  # in the environment of bare commands: what they leave behind is found by it
 _MEMORY_WORDS: Final = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc", b"out of memory")
-# What of the host a command may read.
-_SYSTEM: Final = (
-    "usr",
-    "bin",
-    "sbin",
-    "lib",
-    "lib64",
-    "lib32",
-    "etc/alternatives",
-    "etc/ld.so.cache",
-    "etc/ssl",
-    "etc/passwd",
-    "opt",
-)
 
 
 class ProcessSandbox:
@@ -47,28 +36,34 @@ class ProcessSandbox:
     def __init__(self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False) -> None:
         self._limits = limits or Limits()
         self._network = network
-        self._bwrap = shutil.which("bwrap")
-        if self._bwrap is None and not allow_unisolated:
-            raise SandboxError(
-                "bubblewrap (bwrap) is not installed, so commands could reach the network and the host's files; install the "
-                "package 'bubblewrap', or give allow_unisolated=True"
-            )
-        self._root: Path | None = None
+        self._allow_unisolated = allow_unisolated
+        self._bwrap: str | None = None
+        self._home: Path | None = None
+        self._running: set[asyncio.subprocess.Process] = set()
 
     @property
     def isolated(self) -> bool:
-        """Whether commands run in namespaces of their own."""
+        """Whether commands run in namespaces of their own. Known once the sandbox is open."""
         return self._bwrap is not None
 
     @property
     def root(self) -> Path:
         """The work directory on the host. SandboxError when the sandbox is not open."""
-        if self._root is None:
-            raise SandboxError("the sandbox is not open; use it as `async with ProcessSandbox() as sandbox:`")
-        return self._root
+        return self._opened / "work"
 
     async def __aenter__(self) -> Self:
-        self._root = _make_root()
+        self._bwrap = shutil.which("bwrap")
+        reason = "is not installed" if self._bwrap is None else await bubblewrap.refusal(self._bwrap)
+        if reason is not None:
+            self._bwrap = None
+            if not self._allow_unisolated:
+                raise SandboxError(
+                    f"bubblewrap (bwrap) {reason}; commands could reach the network and the host's files. Install the package "
+                    "'bubblewrap' on a host that allows user namespaces, or give allow_unisolated=True"
+                )
+        self._home = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()  # paths of files are compared with it
+        for name in ("work", "tmp", "shm"):
+            (self._home / name).mkdir()
         return self
 
     async def __aexit__(
@@ -77,132 +72,128 @@ class ProcessSandbox:
         await self.close()
 
     async def close(self) -> None:
-        """Delete the work directory."""
-        root, self._root = self._root, None
-        if root is not None:
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+        """End what still runs, delete the directories."""
+        home, self._home = self._home, None
+        for process in self._running:
+            _kill_group(process.pid)  # its exec ends the rest, and returns
+        if home is not None:
+            await asyncio.to_thread(delete_tree, home)
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
-        timeout_s: float = DEFAULT_TIMEOUT_S, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
     ) -> ExecResult:  # fmt: skip
         """Run a command to its end."""
-        start = time.perf_counter()
-        process = await self._start(argv, stdin=stdin, env=env or {}, cwd=cwd)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        reading = asyncio.gather(
-            _read(process.stdout, output_limit_bytes), _read(process.stderr, output_limit_bytes), _feed(process, stdin)
-        )
+        bounds = [bound for bound in (timeout_s, self._limits.wall_s) if bound is not None]
+        out, err, status = Capture(output_limit_bytes), Capture(output_limit_bytes), Capture(_STATUS_BYTES)
+        began = time.perf_counter()
         timed_out = False
         try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
-            timed_out = True
+            process = await self._start(argv, stdin, env or {}, cwd, (out, err, status))
+            self._running.add(process)
+            try:
+                async with asyncio.timeout(min(bounds, default=None)):
+                    await process.wait()
+            except TimeoutError:
+                timed_out = True
+            finally:
+                await self._end(process, status)
+                self._running.discard(process)
         finally:
-            _kill_group(process.pid)  # the rest of a command whose first process ended, or all of it
-            await process.wait()
-        (stdout, cut_out), (stderr, cut_err), _ = await reading
-        code, killed = _ending(process.returncode, in_namespace=self.isolated)
+            for capture in (out, err, status):
+                await capture.close(_DRAIN_S)
+        code, killed = self._ending(argv, process, bubblewrap.Status.parse(status.data), err.data, forced=timed_out)
         return ExecResult(
-            exit_code=None if timed_out else code,
-            signal=signal.SIGKILL if timed_out else killed,
+            exit_code=code,
+            signal=killed,
             timed_out=timed_out,
-            out_of_memory=not timed_out and code != 0 and any(words in stderr for words in _MEMORY_WORDS),
-            truncated=cut_out or cut_err,
-            stdout=stdout,
-            stderr=stderr,
-            wall_s=time.perf_counter() - start,
+            out_of_memory=not timed_out and code != 0 and any(words in err.data for words in _MEMORY_WORDS),
+            truncated=out.truncated or err.truncated,
+            stdout=bytes(out.data),
+            stderr=bytes(err.data),
+            wall_s=time.perf_counter() - began,
         )
 
     async def read(self, path: str) -> bytes:
         """A file's content."""
-        try:
-            return await asyncio.to_thread(self._inside(path).read_bytes)
-        except OSError as error:
-            raise SandboxError(f"{path!r} cannot be read: {error.strerror}") from error
+        return await asyncio.to_thread(read_file, self.root, self._relative(path))
 
     async def write(self, path: str, data: bytes) -> None:
         """Make or replace a file."""
-        target = self._inside(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            await asyncio.to_thread(target.write_bytes, data)
-        except OSError as error:
-            raise SandboxError(f"{path!r} cannot be written: {error.strerror}") from error
+        await asyncio.to_thread(write_file, self.root, self._relative(path), data)
 
     async def upload(self, directory: Path, path: str = ".") -> None:
         """Copy a directory's content in."""
-        target = self._inside(path)
+        await asyncio.to_thread(copy_tree, self.root, directory, self._relative(path))
 
-        def links(where: str, names: list[str]) -> list[str]:
-            return [name for name in names if stat.S_ISLNK((Path(where) / name).lstat().st_mode)]
+    @property
+    def _opened(self) -> Path:
+        if self._home is None:
+            raise SandboxError("the sandbox is not open; use it as `async with ProcessSandbox() as sandbox:`")
+        return self._home
 
-        try:
-            await asyncio.to_thread(shutil.copytree, directory, target, ignore=links, dirs_exist_ok=True)
-        except OSError as error:
-            raise SandboxError(f"{str(directory)!r} cannot be uploaded: {error}") from error
+    def _relative(self, path: str) -> str:
+        """A path as commands see it, relative to the work directory."""
+        seen = Path(path)
+        work = Path(bubblewrap.WORK)
+        return str(seen.relative_to(work)) if self.isolated and seen.is_relative_to(work) else path
 
     async def _start(
-        self, argv: Sequence[str], *, stdin: bytes | None, env: Mapping[str, str], cwd: str
-    ) -> asyncio.subprocess.Process:
+        self, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str,
+        captures: tuple[Capture, Capture, Capture],
+    ) -> asyncio.subprocess.Process:  # fmt: skip
         if not argv:
             raise SandboxError("argv is empty; give a command and its arguments")
-        directory = self._inside(cwd)
+        directory = inside(self.root, self._relative(cwd))
         if not directory.is_dir():
             raise SandboxError(f"cwd {cwd!r} is not a directory of the sandbox")
-        try:
-            return await asyncio.create_subprocess_exec(
-                *self._command(argv, directory, env),
-                cwd=directory,
-                env=None if self.isolated else {"PATH": _PATH, "HOME": str(self.root), **env},
-                stdin=asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=_limiter(self._limits),
-            )
-        except (OSError, ValueError) as error:
-            raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {error}") from error
+        with ExitStack() as ours:
+            content = ours.enter_context(tempfile.TemporaryFile())
+            content.write(stdin or b"")
+            content.seek(0)
+            ends = []
+            for capture in captures:
+                ends.append(await capture.open())
+                ours.callback(os.close, ends[-1])
+            line, environ = list(argv), {"PATH": bubblewrap.PATH, "HOME": str(self.root), "TMPDIR": str(self._opened / "tmp")}
+            environ |= {**env, _MARK: str(self._opened)}
+            if self._bwrap is not None:
+                line = bubblewrap.command(
+                    self._bwrap, argv, home=self._opened, cwd=directory.relative_to(self.root), env=env,
+                    network=self._network, status_fd=ends[2],
+                )  # fmt: skip
+                environ = {}
+            try:
+                return await asyncio.create_subprocess_exec(
+                    *line, cwd=directory, env=environ, stdin=content, stdout=ends[0], stderr=ends[1],
+                    pass_fds=(ends[2],) if self.isolated else (), start_new_session=True, preexec_fn=_limiter(self._limits),
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {error}") from error
 
-    def _inside(self, path: str) -> Path:
-        """The host's path of a sandbox path; symbolic links, which a command may have made, are followed before it is judged."""
-        relative = path.removeprefix(_WORK).lstrip("/") if path.startswith(_WORK) and self.isolated else path
-        resolved = (self.root / relative).resolve()
-        if not resolved.is_relative_to(self.root):
-            raise SandboxError(f"path {path!r} leads outside the sandbox")
-        return resolved
+    async def _end(self, process: asyncio.subprocess.Process, status: Capture) -> None:
+        """Kill what is left of a command, and see it gone."""
+        _kill_group(process.pid)
+        await process.wait()
+        if self.isolated:
+            await _end_namespace(bubblewrap.Status.parse(status.data).first_pid)
+        elif self._home is not None:
+            await asyncio.to_thread(_kill_marked, f"{_MARK}={self._home}".encode())
 
-    def _command(self, argv: Sequence[str], directory: Path, env: Mapping[str, str]) -> list[str]:
-        if self._bwrap is None:
-            return list(argv)
-        command = [
-            self._bwrap,
-            "--unshare-all",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-        ]
-        command += ["--share-net"] if self._network else []
-        # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
-        for name, value in {"PATH": _PATH, "HOME": _WORK, **env}.items():
-            command += ["--setenv", name, value]
-        for name in (*_SYSTEM, *(("etc/resolv.conf",) if self._network else ())):
-            host = Path("/", name)
-            if host.is_symlink():
-                command += ["--symlink", os.readlink(host), str(host)]
-            elif host.exists():
-                command += ["--ro-bind", str(host), str(host)]
-        command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--bind", str(self.root), _WORK]
-        return [*command, "--chdir", f"{_WORK}/{directory.relative_to(self.root)}", "--", *argv]
-
-
-def _make_root() -> Path:
-    """A new directory, by its real path: the paths of its files are compared with it."""
-    return Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()
+    def _ending(
+        self, argv: Sequence[str], process: asyncio.subprocess.Process, status: bubblewrap.Status, stderr: bytes, *, forced: bool
+    ) -> tuple[int | None, int | None]:  # fmt: skip
+        """(exit code, signal). SandboxError when the command never began."""
+        assert process.returncode is not None
+        if forced:
+            return None, signal.SIGKILL
+        if process.returncode < 0:
+            return None, -process.returncode
+        if not self.isolated:
+            return process.returncode, None
+        if status.exit_code is None:
+            raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {stderr.decode(errors='replace').strip()}")
+        return status.ending
 
 
 def _limiter(limits: Limits) -> Callable[[], None]:
@@ -224,41 +215,39 @@ def _limiter(limits: Limits) -> Callable[[], None]:
     return apply
 
 
-async def _read(stream: asyncio.StreamReader, limit: int) -> tuple[bytes, bool]:
-    """The first `limit` bytes, and whether there were more; the rest is read and thrown away, so that no writer blocks."""
-    kept = bytearray()
-    truncated = False
-    while piece := await stream.read(_READ_BYTES):
-        room = limit - len(kept)
-        kept += piece[:room]
-        truncated |= len(piece) > room
-    return bytes(kept), truncated
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
-async def _feed(process: asyncio.subprocess.Process, data: bytes | None) -> None:
-    if process.stdin is None or data is None:
+async def _end_namespace(first_pid: int | None) -> None:
+    """Wait until the first process of a pid namespace is gone; the kernel lets it go only after all others."""
+    if first_pid is None:
         return
     try:
-        process.stdin.write(data)
-        await process.stdin.drain()
-        process.stdin.close()
-        await process.stdin.wait_closed()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # a command need not read its input
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
+        process = os.pidfd_open(first_pid)
     except ProcessLookupError:
         return
+    gone = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_reader(process, gone.set)
+        await gone.wait()
+    finally:
+        loop.remove_reader(process)
+        os.close(process)
 
 
-def _ending(returncode: int | None, *, in_namespace: bool) -> tuple[int | None, int | None]:
-    """(exit code, signal). bubblewrap reports a signal of the command as 128 + its number."""
-    assert returncode is not None
-    if returncode < 0:
-        return None, -returncode
-    if in_namespace and returncode > 128 and returncode - 128 in signal.valid_signals():
-        return None, returncode - 128
-    return returncode, None
+def _kill_marked(mark: bytes) -> None:
+    """Kill the processes with this entry in their environment, until there are none."""
+    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_marked(pid, mark)]:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or of another user
+        return False

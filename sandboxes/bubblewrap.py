@@ -1,0 +1,76 @@
+"""The command line that puts a command into namespaces of its own, and what bubblewrap then says about it."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+WORK: Final = "/work"  # the work directory, as a command in a namespace sees it
+PATH: Final = "/usr/local/bin:/usr/bin:/bin"
+# What of the host a command may read. Of /etc/ssl only the certificates: its private keys lie beside them.
+_SYSTEM: Final = (
+    "usr", "bin", "sbin", "lib", "lib64", "lib32", "opt", "etc/alternatives", "etc/ld.so.cache", "etc/ssl/certs", "etc/passwd",
+)  # fmt: skip
+_ISOLATION: Final = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
+
+
+async def refusal(bwrap: str) -> str | None:
+    """What bubblewrap says where it cannot make namespaces (a container without user namespaces, an old kernel); None where it can."""
+    process = await asyncio.create_subprocess_exec(
+        bwrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true",
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await process.communicate()
+    return None if process.returncode == 0 else said.decode(errors="replace").strip()
+
+
+def command(
+    bwrap: str, argv: Sequence[str], *, home: Path, cwd: Path, env: Mapping[str, str], network: bool, status_fd: int
+) -> list[str]:
+    """`home` has the directories work, tmp and shm, all that a command can write to; `cwd` is relative to work."""
+    line = [bwrap, *_ISOLATION, *(["--share-net"] if network else [])]
+    # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
+    for name, value in {"PATH": PATH, "HOME": WORK, **env}.items():
+        line += ["--setenv", name, value]
+    for name in (*_SYSTEM, *(("etc/resolv.conf", "etc/hosts") if network else ())):
+        host = Path("/", name)
+        if host.is_symlink():
+            line += ["--symlink", os.readlink(host), str(host)]
+        elif host.exists():
+            line += ["--ro-bind", str(host), str(host)]
+    line += ["--proc", "/proc", "--dev", "/dev"]
+    line += ["--bind", str(home / "work"), WORK, "--bind", str(home / "tmp"), "/tmp"]
+    # In memory these would be bounded by the machine's only.
+    line += ["--bind", str(home / "shm"), "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*line, "--json-status-fd", str(status_fd), "--chdir", f"{WORK}/{cwd}", "--", *argv]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What bubblewrap wrote to its status descriptor: the host's id of the namespace's first process, and how the command ended.
+
+    exit_code is None when the command never began.
+    """
+
+    first_pid: int | None
+    exit_code: int | None
+
+    @classmethod
+    def parse(cls, written: bytes) -> "Status":
+        """One JSON document a line."""
+        found: dict[str, int] = {}
+        for line in written.splitlines():
+            found |= json.loads(line)
+        return cls(found.get("child-pid"), found.get("exit-code"))
+
+    @property
+    def ending(self) -> tuple[int | None, int | None]:
+        """(exit code, signal). bubblewrap reports a signal as 128 + its number, as a shell does, so the two cannot be told apart."""
+        code = self.exit_code
+        if code is not None and code > 128 and code - 128 in signal.valid_signals():
+            return None, code - 128
+        return code, None

@@ -57,18 +57,13 @@ class KVCache:
         """Rows that may run at once at the present capacity: at least one stays."""
         return max(1, min(self._max_running, self.num_rows))
 
-    def fits(self, length: int) -> bool:
-        """Whether a sequence of this many tokens can ever be held."""
-        return length <= min(self._a.context, self._max_total_tokens)
+    def rows_after_growth(self, length: int) -> int:
+        """How many rows there will be once they hold `length` tokens; what runs beyond must be retracted before `grow`."""
+        return self._rows_of(self._capacity_for(length))
 
-    def grow(self, length: int, num_running: int) -> int:
-        """Make room for sequences of `length` tokens; how many running rows remain (the rest must be retracted)."""
-        capacity = self.capacity
-        while capacity < length:
-            capacity = min(2 * capacity, max(self._a.context, length))
-        if capacity == self.capacity:
-            return num_running
-        kept = min(num_running, max(1, self._max_total_tokens // capacity))
+    def grow(self, length: int) -> None:
+        """Make rows that hold `length` tokens, of the same memory: fewer ones."""
+        capacity = self._capacity_for(length)
         keys, values = self._keys, self._values
         old, tokens, lengths, used_at = self.capacity, self._tokens, self._lengths, self._used_at
         self._allocate(capacity)
@@ -78,7 +73,16 @@ class KVCache:
             self._values[layer][:rows, :, :old] = values[layer][:rows]
         self._tokens[:rows, :old] = tokens[:rows]
         self._lengths[:rows], self._used_at[:rows] = lengths[:rows], used_at[:rows]
-        return kept
+
+    def _capacity_for(self, length: int) -> int:
+        capacity = self.capacity
+        while capacity < length:
+            capacity = min(2 * capacity, max(self._a.context, length))
+        return capacity
+
+    def _rows_of(self, capacity: int) -> int:
+        # More rows than four times those that run are of little use as a prefix cache and cost a longer look-up.
+        return min(max(1, self._max_total_tokens // capacity), 4 * self._max_running)
 
     def flush(self) -> None:
         """Forget all retained prefixes and release all memory of their tokens."""
@@ -169,9 +173,7 @@ class KVCache:
     def _allocate(self, capacity: int) -> None:
         a = self._a
         self.capacity = capacity
-        rows = max(1, self._max_total_tokens // capacity)
-        # More rows than twice those that run are of little use as a prefix cache and cost a longer look-up.
-        self.num_rows = min(rows, 4 * self._max_running)
+        self.num_rows = self._rows_of(capacity)
         shape = (self.num_rows, a.num_kv_heads, capacity, a.head_dim)
         self._keys = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(a.num_layers)]
         self._values = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(a.num_layers)]

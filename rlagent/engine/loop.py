@@ -5,6 +5,7 @@ the event loop.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rlagent.engine.sequence import Sequence
 from rlagent.engine.updates import WeightUpdates
 from rlagent.errors import EngineError
 
+_log: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
@@ -47,7 +49,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, model_dir: Path, version: str) -> "Engine":
@@ -75,20 +77,24 @@ class Engine:
         """Whether the thread still steps."""
         return self._failure is None
 
+    def ensure_healthy(self) -> None:
+        """EngineError once a step has failed."""
+        if self._failure is not None:
+            raise EngineError(f"the engine failed ({self._failure!r}); restart it")
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a request; its `emit` is called in the engine's thread."""
-        if self._failure is not None:
-            raise EngineError(f"the engine's thread died: {self._failure}")
+        self.ensure_healthy()
         self._inbox.put(lambda: self.scheduler.add(sequence))
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine's thread, between steps."""
-        if self._failure is not None:
-            raise EngineError(f"the engine's thread died: {self._failure}")
+        self.ensure_healthy()
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
+                self.ensure_healthy()
                 result = work()
             except Exception as error:  # carried to whoever asked
                 self._loop.call_soon_threadsafe(_set_exception, done, error)
@@ -151,9 +157,15 @@ class Engine:
         try:
             while self._drain():
                 self.scheduler.step()
-        except BaseException as error:  # the boundary of the thread: the server answers 503 from now on
+        except Exception as error:  # the boundary of the thread: the server answers 503 from now on, and nobody waits
+            _log.exception("the engine's thread failed")
             self._failure = error
-            raise
+            while True:
+                self.scheduler.fail(f"the engine failed ({error!r})")
+                work = self._inbox.get()
+                if work is None:
+                    return
+                work()
 
     def _drain(self) -> bool:
         """Do what is asked; blocks while there is nothing to generate. False at the end."""

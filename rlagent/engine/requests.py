@@ -29,7 +29,10 @@ class GenerateRequest:
     @classmethod
     def parse(cls, body: dict[str, Any], engine: Engine) -> "GenerateRequest":
         """EngineError names what is wrong; unknown top-level keys are ignored, as SGLang does."""
-        params = SamplingParams.parse(body.get("sampling_params") or {})
+        given_params = body.get("sampling_params") or {}
+        if not isinstance(given_params, dict):
+            raise EngineError("sampling_params must be an object (several prompts of one request share it)")
+        params = SamplingParams.parse(given_params)
         given = body.get("input_ids")
         if given is None:
             given = _encode(body.get("text"), engine)
@@ -40,7 +43,9 @@ class GenerateRequest:
         for prompt in prompts:
             _check_prompt(prompt, params, engine)
         return_logprob = bool(body.get("return_logprob", False))
-        start = int(body.get("logprob_start_len", -1))
+        start = body.get("logprob_start_len", -1)
+        if type(start) is not int:
+            raise EngineError(f"logprob_start_len must be an integer, got {start!r}")
         return cls(
             prompts=prompts, batched=batched or params.n > 1, params=params, rid=str(body.get("rid") or secrets.token_hex(16)),
             stream=bool(body.get("stream", False)), return_logprob=return_logprob,

@@ -5,6 +5,7 @@ is of the distribution that was sampled: log_softmax(logits / T), renormalised w
 a greedy row (temperature 0) reports log_softmax(logits).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,8 @@ import torch
 
 from rlagent.errors import EngineError
 
+_COLDEST: Final = 1e-5  # below it logits / temperature leaves f32: what is asked for is greedy
+_MAX_N: Final = 1024  # sequences of one prompt
 _KNOWN: Final = {
     "max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": None,
     "stop_token_ids": None, "ignore_eos": False, "skip_special_tokens": True, "no_stop_trim": False, "n": 1,
@@ -49,7 +52,7 @@ class SamplingParams:
         stop = p["stop"] or ()
         try:
             params = cls(
-                max_new_tokens=int(p["max_new_tokens"]), temperature=float(p["temperature"]), top_p=float(p["top_p"]),
+                max_new_tokens=int(p["max_new_tokens"]), temperature=_temperature(p["temperature"]), top_p=float(p["top_p"]),
                 top_k=int(p["top_k"]), min_p=float(p["min_p"]), stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 stop_token_ids=frozenset(p["stop_token_ids"] or ()), ignore_eos=bool(p["ignore_eos"]),
                 skip_special_tokens=bool(p["skip_special_tokens"]), no_stop_trim=bool(p["no_stop_trim"]),
@@ -63,12 +66,14 @@ class SamplingParams:
 
     def _check(self) -> None:
         for name, ok, need in (
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= _MAX_N, f"in [1, {_MAX_N}]"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(type(i) is int for i in self.stop_token_ids), "integers"),
         ):
             if not ok:
                 raise EngineError(f"sampling_params: {name} must be {need}, got {getattr(self, name)}")
@@ -99,6 +104,11 @@ def sample(
         ids[greedy] = logits[greedy].argmax(-1)
     chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
     return ids.tolist(), chosen.tolist()
+
+
+def _temperature(given: Any) -> float:
+    found = float(given)
+    return 0.0 if 0 <= found < _COLDEST else found
 
 
 def _cut(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

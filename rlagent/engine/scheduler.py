@@ -63,7 +63,8 @@ class Scheduler:
             return
         longest = max([chunk.end for chunk in chunks] + [len(self.running[row].ids) for row in decode_rows])
         if longest > self.cache.capacity:
-            self._retract_from(self.cache.grow(longest, len(self.running)))
+            self._retract_from(self.cache.rows_after_growth(longest))
+            self.cache.grow(longest)
             return  # rows may have gone: plan anew
         self._compute(chunks, decode_rows)
 
@@ -191,6 +192,15 @@ class Scheduler:
             seq.stop = Stop("abort", message)
             seq.emit(seq)
         return len(found)
+
+    def fail(self, message: str) -> None:
+        """A step failed: end everything, without a touch of the cache."""
+        ended = [*self.running, *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        for seq in ended:
+            seq.stop = Stop("abort", message)
+            seq.emit(seq)
 
     def retract_all(self) -> None:
         """Send everything running back to wait, without keys and values."""

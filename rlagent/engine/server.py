@@ -72,7 +72,7 @@ def _done(message: str = "Success") -> web.Response:
 async def _generate(http: web.Request, engine: Engine) -> web.StreamResponse:
     try:
         request = GenerateRequest.parse(await _body(http), engine)
-    except (EngineError, TypeError, ValueError) as error:
+    except EngineError as error:
         return _error(str(error))
     loop = asyncio.get_running_loop()
     changed: asyncio.Queue[tuple[Sequence, list[int]]] = asyncio.Queue()
@@ -90,14 +90,14 @@ async def _generate(http: web.Request, engine: Engine) -> web.StreamResponse:
         while left:
             sequence, _ = await changed.get()
             left -= sequence.stop is not None
+        engine.ensure_healthy()
         answers = [answer(request, s, engine, s.output) for s in sequences]
         return _json(answers if request.batched else answers[0])
     except EngineError as error:
         return _error(str(error), 503)
     finally:  # the client went away: free the rows
-        unfinished = {s.rid for s in sequences if s.stop is None}
-        if unfinished and engine.healthy:
-            await engine.call(lambda: engine.scheduler.abort(lambda s: s.rid in unfinished, "client disconnected"))
+        if engine.healthy and any(s.stop is None for s in sequences):
+            await engine.call(lambda: engine.scheduler.abort(lambda s: s in sequences, "client disconnected"))
 
 
 async def _stream(

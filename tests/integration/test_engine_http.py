@@ -106,7 +106,12 @@ async def test_a_stream_of_several_tells_them_apart(engine: EngineClient) -> Non
 async def test_prompt_logprobs(engine: EngineClient, tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path).eval()
     await engine.generate(PROMPT, max_new_tokens=1)  # a cached prefix must not take its place
-    body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 2, "sampling_params": {"max_new_tokens": 0}}
+    body = {
+        "input_ids": PROMPT,
+        "return_logprob": True,
+        "logprob_start_len": 2,
+        "sampling_params": {"max_new_tokens": 0},
+    }
     answer = (await engine.post("/generate", **body)).json()
     with torch.no_grad():
         logprobs = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0], -1)
@@ -122,7 +127,10 @@ async def test_text_and_stop_strings() -> None:
     """With the demo's tokenizer: a stop string is cut from the text, and its tokens stay in the ids."""
     with running_engine(PARCELS) as address:
         engine = EngineClient(address)
-        body = {"text": "Hello there", "sampling_params": {"max_new_tokens": 40, "sampling_seed": 5, "ignore_eos": True}}
+        body = {
+            "text": "Hello there",
+            "sampling_params": {"max_new_tokens": 40, "sampling_seed": 5, "ignore_eos": True},
+        }
         free = (await engine.post("/generate", **body)).json()
         stop = free["text"][len(free["text"]) // 2 :][:3]
         body["sampling_params"] |= {"stop": ["\x00never", stop]}  # type: ignore[operator]
@@ -175,10 +183,8 @@ async def test_a_disconnect_ends_only_its_own(engine: EngineClient) -> None:
             await anext(leaves)
         while (await engine.info())["num_running"] == 2:
             pass
-        before = len((await anext(stays))["output_ids"])
-        after = await anext(stays)
-        assert after["meta_info"]["finish_reason"] is None
-        assert len(after["output_ids"]) > before
+        assert (await engine.info())["num_running"] == 1
+        assert (await anext(stays))["meta_info"]["finish_reason"] is None
 
 
 # Cache and memory
@@ -270,7 +276,11 @@ async def test_an_unknown_pause_mode_is_refused(engine: EngineClient) -> None:
         ({"input_ids": [1], "sampling_params": [1]}, "sampling_params"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be at least 0"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "sampling_params"),
-        ({"input_ids": [1], "sampling_params": {"stop": [5]}}, "stop"),
+        ({"input_ids": [1], "sampling_params": {"stop": [5]}}, "stop must be"),
+        ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop must be"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": ["5"]}}, "stop_token_ids must be"),
+        ({"input_ids": [1], "sampling_params": {"n": 10**6}}, "n must be"),
+        ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "sampling_params"),
         ({"input_ids": [1], "logprob_start_len": "x"}, "logprob_start_len"),
         ({"text": "hello"}, "no tokenizer.json"),
         ({}, "input_ids"),

@@ -1,0 +1,67 @@
+"""An engine inside the test's own process: its thread, without HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import VOCAB
+
+from rlagent.engine.config import EngineConfig
+from rlagent.engine.loop import Engine
+from rlagent.engine.requests import GenerateRequest, answer
+from rlagent.engine.sequence import Sequence
+
+Answer = dict[str, Any]
+
+
+@asynccontextmanager
+async def running(directory: Path, **options: Any) -> AsyncIterator[Engine]:
+    """A started engine of small limits; ended with the block."""
+    small = {"max_running": 8, "max_total_tokens": 4096, "prefill_tokens": 32}
+    engine = Engine.load(EngineConfig(**{**small, **options}), directory, "0")
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def generate(engine: Engine, prompt: list[int], **params: Any) -> list[Answer]:
+    """The n answers to one prompt, as /generate gives them, with logprobs."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def emit(sequence: Sequence) -> None:
+        if sequence.stop is not None:
+            loop.call_soon_threadsafe(ended.set)
+
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, **params}
+    request = GenerateRequest.parse({"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}, engine)
+    sequences = request.sequences(emit)
+    for sequence in sequences:
+        engine.submit(sequence)
+    while any(sequence.stop is None for sequence in sequences):
+        await ended.wait()
+        ended.clear()
+    return [answer(request, sequence, engine, sequence.output) for sequence in sequences]
+
+
+def output_logprobs(found: Answer) -> list[float]:
+    """The logprobs of an answer's ids."""
+    return [entry[0] for entry in found["meta_info"]["output_token_logprobs"]]
+
+
+def oracle(model: Any, prompt: list[int], output: list[int], temperature: float) -> torch.Tensor:
+    """transformers' logprobs of `output` after `prompt`."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+
+
+def prompts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, VOCAB, n).tolist() for n in lengths]

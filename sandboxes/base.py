@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
-DEFAULT_TIMEOUT_S = 60.0
-DEFAULT_OUTPUT_LIMIT_BYTES = 1024 * 1024  # of stdout and of stderr each
+DEFAULT_OUTPUT_LIMIT_BYTES: Final = 1024 * 1024  # of stdout and of stderr each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds of each command. None leaves one unbounded."""
 
-    cpu_s: int | None = 60
+    wall_s: float | None = 60.0
+    cpu_s: int | None = 60  # of each process
     memory_bytes: int | None = 2 * 1024**3  # address space of each process
     pids: int | None = 256  # processes of the sandbox's user; needs a user of its own (not root)
     file_size_bytes: int | None = 1024**3
@@ -58,9 +58,12 @@ class Sandbox(Protocol):
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
-        timeout_s: float = DEFAULT_TIMEOUT_S, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
     ) -> ExecResult:  # fmt: skip
-        """Run a command to its end. SandboxError only if it could not be started; how it ended is data."""
+        """Run a command to its end, and end what it left behind. SandboxError only if it could not be started; how it ended is data.
+
+        timeout_s can shorten the limits' wall_s, not exceed it. Without stdin the command reads an empty one.
+        """
         ...
 
     async def read(self, path: str) -> bytes:

@@ -44,8 +44,10 @@ def command(
             line += ["--ro-bind", str(host), str(host)]
     line += ["--proc", "/proc", "--dev", "/dev"]
     line += ["--bind", str(home / "work"), WORK, "--bind", str(home / "tmp"), "/tmp"]
-    # In memory these would be bounded by the machine's only.
-    line += ["--bind", str(home / "shm"), "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/"]
+    line += ["--bind", str(home / "shm"), "/dev/shm"]  # in memory it would be bounded by the machine's only
+    # To a sandbox that root opened, /proc/sys is the host's own: the kernel asks for root's id there, and for no capability.
+    for place in ("/proc", "/dev", "/"):
+        line += ["--remount-ro", place]
     return [*line, "--json-status-fd", str(status_fd), "--chdir", f"{WORK}/{cwd}", "--", *argv]
 
 

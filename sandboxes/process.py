@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -23,6 +23,7 @@ from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, ExecResult, Limits
 from rlagent.sandboxes.capture import Capture
 from rlagent.sandboxes.files import copy_tree, delete_tree, inside, read_file, write_file
+from rlagent.sandboxes.reaping import kill_group, kill_marked, namespace_gone
 
 _STATUS_BYTES: Final = 4096
 _DRAIN_S: Final = 5.0  # for output still in a pipe once all that is known of a command is dead
@@ -39,7 +40,7 @@ class ProcessSandbox:
         self._allow_unisolated = allow_unisolated
         self._bwrap: str | None = None
         self._home: Path | None = None
-        self._running: set[asyncio.subprocess.Process] = set()
+        self._running: dict[asyncio.subprocess.Process, asyncio.Event] = {}  # set when nothing of it is left
 
     @property
     def isolated(self) -> bool:
@@ -61,9 +62,7 @@ class ProcessSandbox:
                     f"bubblewrap (bwrap) {reason}; commands could reach the network and the host's files. Install the package "
                     "'bubblewrap' on a host that allows user namespaces, or give allow_unisolated=True"
                 )
-        self._home = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()  # paths of files are compared with it
-        for name in ("work", "tmp", "shm"):
-            (self._home / name).mkdir()
+        self._home = await asyncio.to_thread(_make_home)
         return self
 
     async def __aexit__(
@@ -74,8 +73,9 @@ class ProcessSandbox:
     async def close(self) -> None:
         """End what still runs, delete the directories."""
         home, self._home = self._home, None
-        for process in self._running:
-            _kill_group(process.pid)  # its exec ends the rest, and returns
+        for process, ended in list(self._running.items()):
+            kill_group(process.pid)
+            await ended.wait()
         if home is not None:
             await asyncio.to_thread(delete_tree, home)
 
@@ -84,21 +84,23 @@ class ProcessSandbox:
         timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
     ) -> ExecResult:  # fmt: skip
         """Run a command to its end."""
+        home = self._opened
         bounds = [bound for bound in (timeout_s, self._limits.wall_s) if bound is not None]
         out, err, status = Capture(output_limit_bytes), Capture(output_limit_bytes), Capture(_STATUS_BYTES)
         began = time.perf_counter()
         timed_out = False
         try:
-            process = await self._start(argv, stdin, env or {}, cwd, (out, err, status))
-            self._running.add(process)
+            process = await self._start(home, argv, stdin, env or {}, cwd, (out, err, status))
+            ended = self._running[process] = asyncio.Event()
             try:
                 async with asyncio.timeout(min(bounds, default=None)):
                     await process.wait()
             except TimeoutError:
                 timed_out = True
             finally:
-                await self._end(process, status)
-                self._running.discard(process)
+                await self._end(home, process, status)
+                del self._running[process]
+                ended.set()
         finally:
             for capture in (out, err, status):
                 await capture.close(_DRAIN_S)
@@ -109,8 +111,8 @@ class ProcessSandbox:
             timed_out=timed_out,
             out_of_memory=not timed_out and code != 0 and any(words in err.data for words in _MEMORY_WORDS),
             truncated=out.truncated or err.truncated,
-            stdout=bytes(out.data),
-            stderr=bytes(err.data),
+            stdout=out.data,
+            stderr=err.data,
             wall_s=time.perf_counter() - began,
         )
 
@@ -139,12 +141,13 @@ class ProcessSandbox:
         return str(seen.relative_to(work)) if self.isolated and seen.is_relative_to(work) else path
 
     async def _start(
-        self, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str,
+        self, home: Path, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str,
         captures: tuple[Capture, Capture, Capture],
     ) -> asyncio.subprocess.Process:  # fmt: skip
         if not argv:
             raise SandboxError("argv is empty; give a command and its arguments")
-        directory = inside(self.root, self._relative(cwd))
+        work = home / "work"
+        directory = inside(work, self._relative(cwd))
         if not directory.is_dir():
             raise SandboxError(f"cwd {cwd!r} is not a directory of the sandbox")
         with ExitStack() as ours:
@@ -155,11 +158,11 @@ class ProcessSandbox:
             for capture in captures:
                 ends.append(await capture.open())
                 ours.callback(os.close, ends[-1])
-            line, environ = list(argv), {"PATH": bubblewrap.PATH, "HOME": str(self.root), "TMPDIR": str(self._opened / "tmp")}
-            environ |= {**env, _MARK: str(self._opened)}
+            line, environ = list(argv), {"PATH": bubblewrap.PATH, "HOME": str(work), "TMPDIR": str(home / "tmp")}
+            environ |= {**env, _MARK: str(home)}
             if self._bwrap is not None:
                 line = bubblewrap.command(
-                    self._bwrap, argv, home=self._opened, cwd=directory.relative_to(self.root), env=env,
+                    self._bwrap, argv, home=home, cwd=directory.relative_to(work), env=env,
                     network=self._network, status_fd=ends[2],
                 )  # fmt: skip
                 environ = {}
@@ -171,14 +174,17 @@ class ProcessSandbox:
             except (OSError, ValueError) as error:
                 raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {error}") from error
 
-    async def _end(self, process: asyncio.subprocess.Process, status: Capture) -> None:
+    async def _end(self, home: Path, process: asyncio.subprocess.Process, status: Capture) -> None:
         """Kill what is left of a command, and see it gone."""
-        _kill_group(process.pid)
+        kill_group(process.pid)  # bubblewrap, with which its namespace dies
         await process.wait()
-        if self.isolated:
-            await _end_namespace(bubblewrap.Status.parse(status.data).first_pid)
-        elif self._home is not None:
-            await asyncio.to_thread(_kill_marked, f"{_MARK}={self._home}".encode())
+        if not self.isolated:
+            await asyncio.to_thread(kill_marked, f"{_MARK}={home}")
+            return
+        await status.close(_DRAIN_S)
+        first_pid = bubblewrap.Status.parse(status.data).first_pid
+        if first_pid is not None:
+            await namespace_gone(first_pid)
 
     def _ending(
         self, argv: Sequence[str], process: asyncio.subprocess.Process, status: bubblewrap.Status, stderr: bytes, *, forced: bool
@@ -192,8 +198,18 @@ class ProcessSandbox:
         if not self.isolated:
             return process.returncode, None
         if status.exit_code is None:
-            raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {stderr.decode(errors='replace').strip()}")
+            raise SandboxError(
+                f"{argv[0]!r} cannot be started in the sandbox: {stderr.decode(errors='replace').strip()}"
+            )
         return status.ending
+
+
+def _make_home() -> Path:
+    """New directories for a sandbox, by their real path: paths of files are compared with it."""
+    home = Path(tempfile.mkdtemp(prefix="rlagent-sandbox-")).resolve()
+    for name in ("work", "tmp", "shm"):
+        (home / name).mkdir()
+    return home
 
 
 def _limiter(limits: Limits) -> Callable[[], None]:
@@ -213,41 +229,3 @@ def _limiter(limits: Limits) -> Callable[[], None]:
                 resource.setrlimit(which, (value, value))
 
     return apply
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-async def _end_namespace(first_pid: int | None) -> None:
-    """Wait until the first process of a pid namespace is gone; the kernel lets it go only after all others."""
-    if first_pid is None:
-        return
-    try:
-        process = os.pidfd_open(first_pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_reader(process, gone.set)
-        await gone.wait()
-    finally:
-        loop.remove_reader(process)
-        os.close(process)
-
-
-def _kill_marked(mark: bytes) -> None:
-    """Kill the processes with this entry in their environment, until there are none."""
-    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_marked(pid, mark)]:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _is_marked(pid: int, mark: bytes) -> bool:
-    try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or of another user
-        return False

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rlagent.engine.model import Model
 from rlagent.errors import LoadError
@@ -19,19 +19,29 @@ def load_checkpoint(model: Model, model_dir: Path) -> None:
 
 
 def read_weights(model_dir: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model directory, on the CPU."""
-    index = model_dir / "model.safetensors.index.json"
-    sharded = index.is_file()
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if sharded else ["model.safetensors"]
-    for file in files:
+    """All tensors of a model directory, on the CPU. LoadError names a file that is missing or broken."""
+    for file in _weight_files(model_dir):
         path = model_dir / file
         if not path.is_file():
             raise LoadError(
                 f"model directory {str(model_dir)!r} has no {file}; the engine loads safetensors checkpoints"
             )
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a dict)
+                    yield name, shard.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{path} cannot be read: {error}") from error
+
+
+def _weight_files(model_dir: Path) -> list[str]:
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(f"{index} is not an index of weight files ({type(error).__name__}: {error})") from error
 
 
 def check_names(model: Model, found: dict[str, torch.Tensor], *, complete: bool, where: str) -> None:

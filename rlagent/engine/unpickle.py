@@ -8,7 +8,6 @@ Invariant: nothing outside the list is ever imported or called.
 """
 
 import base64
-import binascii
 import io
 import pickle
 from dataclasses import dataclass
@@ -70,8 +69,7 @@ def read_bucket(payload: object, load_format: str | None) -> dict[str, torch.Ten
     """One rank's base64 payload as tensors by name. EngineError when it is not what it should be."""
     try:
         content = _Unpickler(io.BytesIO(base64.b64decode(str(payload), validate=True))).load()
-    except (pickle.UnpicklingError, binascii.Error, EOFError, ValueError, TypeError, AttributeError, IndexError,
-            RuntimeError) as error:  # fmt: skip
+    except Exception as error:  # the boundary: damaged bytes make a pickle raise nearly anything
         raise EngineError(f"serialized_named_tensors cannot be read: {error}") from error
     if load_format is None:
         if not isinstance(content, list) or not all(_is_named(item) for item in content):
@@ -81,15 +79,16 @@ def read_bucket(payload: object, load_format: str | None) -> dict[str, torch.Ten
         raise EngineError(f"load_format {load_format!r} is not supported; use null or 'flattened_bucket'")
     try:
         return split_bucket(content["flattened_tensor"], content["metadata"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise EngineError(f"flattened bucket is malformed: {type(error).__name__}: {error}") from error
 
 
 def split_bucket(flat: torch.Tensor, metadata: list[FlattenedTensorMetadata]) -> dict[str, torch.Tensor]:
-    """Views of a flat uint8 buffer as the tensors it holds."""
+    """The tensors that a flat uint8 buffer holds."""
     if flat.dtype != torch.uint8:
         raise TypeError(f"flattened_tensor has dtype {flat.dtype}, not uint8")
-    return {m.name: flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in metadata}
+    # A copy of each: SGLang packs without alignment, and a view of a wider dtype needs it.
+    return {m.name: flat[m.start_idx : m.end_idx].clone().view(m.dtype).reshape(m.shape) for m in metadata}
 
 
 def _is_named(item: object) -> bool:

@@ -61,16 +61,14 @@ class WeightUpdates:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
         }
         self._session()
-        if load_format == "flattened_bucket":
-            flat = torch.empty(sum(t.nbytes for t in expected.values()), dtype=torch.uint8, device=self._model.device)
-            dist.broadcast(flat, group=process_group, group_src=0)
-            at = 0
-            for name, tensor in expected.items():
-                expected[name] = flat[at : at + tensor.nbytes].clone().view(tensor.dtype).reshape(tensor.shape)
-                at += tensor.nbytes
-        else:
-            for tensor in expected.values():
-                dist.broadcast(tensor, group=process_group, group_src=0)
+        try:
+            if load_format == "flattened_bucket":
+                expected = _receive_flat(expected, process_group, self._model.device)
+            else:
+                for tensor in expected.values():
+                    dist.broadcast(tensor, group=process_group, group_src=0)
+        except RuntimeError as error:  # what torch.distributed raises when a member is gone
+            raise EngineError(f"the broadcast in group {group!r} broke off: {error}") from error
         self._stage(expected, version)
 
     def end(self) -> str | None:
@@ -96,7 +94,11 @@ class WeightUpdates:
         """Join a broadcast group of its own (no default group is touched); blocks until all are there."""
         if group in self._groups:
             raise EngineError(f"weight update group {group!r} exists already; destroy it first")
-        self._groups[group] = join_group(group, host=host, port=port, rank=rank, world_size=world_size, backend=backend)
+        try:
+            joined = join_group(group, host=host, port=port, rank=rank, world_size=world_size, backend=backend)
+        except RuntimeError as error:
+            raise EngineError(f"weight update group {group!r} at {host}:{port} cannot be joined: {error}") from error
+        self._groups[group] = joined
 
     def leave(self, group: str) -> None:
         """Leave a group."""
@@ -130,6 +132,20 @@ def join_group(name: str, *, host: str, port: int, rank: int, world_size: int, b
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     found: dist.ProcessGroup = group
     return found
+
+
+def _receive_flat(
+    expected: dict[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """One broadcast of all tensors, one after the other, as bytes."""
+    sizes = [tensor.nbytes for tensor in expected.values()]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.broadcast(flat, group=group, group_src=0)
+    pieces = flat.split(sizes)
+    return {
+        name: piece.clone().view(tensor.dtype).reshape(tensor.shape)
+        for (name, tensor), piece in zip(expected.items(), pieces, strict=True)
+    }
 
 
 def _dtype(name: Any) -> torch.dtype:

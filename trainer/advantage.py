@@ -23,9 +23,10 @@ Estimator = Callable[[FloatArray, FloatArray, float], FloatArray]
 def grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
     """(R - mean) / (std + eps), std with ddof 1 (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2). 0 without variance."""
     centred = dr_grpo(rewards, lengths, epsilon)
-    if not centred.any():
-        return centred
-    scaled: FloatArray = centred / (rewards.std(ddof=1) + epsilon)
+    std = rewards.std(ddof=1) if centred.any() else 0.0
+    if not std:  # also of rewards so close that the squares of their differences underflow
+        return np.zeros_like(rewards)
+    scaled: FloatArray = centred / (std + epsilon)
     return scaled
 
 
@@ -93,4 +94,6 @@ def _whiten(values: dict[str, float], groups: Sequence[Group], epsilon: float) -
         return values
     mean = weights @ a / weights.sum()
     std = np.sqrt(weights @ (a - mean) ** 2 / weights.sum())
+    if not std:  # one rollout holds all the tokens
+        return dict.fromkeys(values, 0.0)
     return {rollout_id: float((value - mean) / (std + epsilon)) for rollout_id, value in values.items()}

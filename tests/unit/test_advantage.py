@@ -44,6 +44,13 @@ def test_reinforce_pp_baseline_is_white_over_the_batch_tokens() -> None:
     assert lengths @ a**2 / lengths.sum() == pytest.approx(1)
 
 
+def test_whitening_where_one_rollout_holds_all_the_tokens() -> None:
+    found = advantages(
+        [group([1.0, 0.0], rows=[[[0, 1, 1]], [[0, 0]]])], AdvantageConfig(name="reinforce_pp_baseline", epsilon=0.0)
+    )
+    assert list(found.values()) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("rewards", [[1.0], [0.1, 0.1, 0.1], [0.0, 0.0]])
 def test_invariant_14_no_variance_gives_no_gradient(name: str, rewards: list[float]) -> None:

@@ -72,6 +72,11 @@ def test_a_factor_is_a_constant_to_the_gradient() -> None:
     )[0]
     w = (s.old_logprobs - s.rollout_logprobs).exp().clamp(max=1.0)
     assert torch.allclose(tempered, torch.where(s.loss_mask, plain * w, 0.0))
+    for level in ("token", "sequence", "geometric"):
+        c = CorrectionConfig(name="tis", level=level, veto=0.5)  # type: ignore[arg-type]
+        factor = correction(LOG_W.clone().requires_grad_(), s.loss_mask, s.sequence_index, c)
+        assert factor is not None
+        assert not factor.requires_grad
 
 
 @pytest.mark.parametrize("name", ["tis", "mis", "icepop", "none"])

@@ -50,6 +50,19 @@ class Architecture:
             )
         if config.get("use_sliding_window"):
             raise LoadError(f"{path}: use_sliding_window is not supported by the embedded engine")
+        if config.get("hidden_act", "silu") != "silu":
+            raise LoadError(
+                f"{path}: hidden_act {config['hidden_act']!r} is not supported by the embedded engine (silu)"
+            )
+        try:
+            return cls._parse(family, config, model_dir)
+        except LoadError as error:
+            raise LoadError(f"{path}: {error}") from error
+        except KeyError as error:
+            raise LoadError(f"{path}: {error.args[0]} is missing") from error
+
+    @classmethod
+    def _parse(cls, family: str, config: dict[str, Any], model_dir: Path) -> "Architecture":
         heads = config["num_attention_heads"]
         return cls(
             family=family,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rlagent.engine.loop import Engine
 from rlagent.engine.sampling import SamplingParams
 from rlagent.engine.sequence import Sequence
-from rlagent.engine.stops import trim_stop
+from rlagent.engine.stops import served_text
 from rlagent.errors import EngineError
 
 _SEED_BITS: Final = 63
@@ -76,11 +76,7 @@ def answer(request: GenerateRequest, sequence: Sequence, engine: Engine, output:
             if start < 0
             else [[p, t, None] for p, t in zip(sequence.prompt_logprobs, sequence.ids, strict=False)][start:]
         )
-    text = ""
-    if engine.tokenizer is not None:
-        text = engine.tokenizer.decode(output, skip_special_tokens=request.params.skip_special_tokens)
-        if sequence.stop is not None:
-            text = trim_stop(text, sequence.stop, request.params)
+    text = "" if engine.tokenizer is None else served_text(output, sequence.stop, request.params, engine.tokenizer)
     return {"text": text, "output_ids": output, "meta_info": meta}
 
 

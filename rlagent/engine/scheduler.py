@@ -122,9 +122,7 @@ class Scheduler:
                 seq.stop = Stop("length", 0)
             else:
                 seq.append(token, logprob, self.version)
-                seq.stop = find_stop(
-                    seq.ids[seq.prompt_len :], seq.params, self._eos_ids, self._tokenizer, context - len(seq.ids)
-                )
+                seq.stop = find_stop(seq.ids, seq.num_output, seq.params, self._eos_ids, self._tokenizer, context)
             if seq.stop is not None:
                 ended.append(seq)
             elif seq.stream:
@@ -145,13 +143,15 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting sequences while rows are free and the budget of this step lasts."""
         budget = self._prefill_tokens - sum(len(seq.ids) - 1 - seq.computed for seq in self.running)
-        admitted: list[Sequence] = []
+        admitted: list[bytes] = []
         postponed: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.cache.max_running:
             seq = self.waiting.popleft()
             ids = seq.array(len(seq.ids))
             source, shared = self.cache.match(ids) if seq.logprob_start < 0 else (-1, 0)
-            if any(_shared(seq, other) > shared + _WORTH_WAITING for other in admitted):
+            more = shared + _WORTH_WAITING
+            prefix = ids[:more].tobytes()
+            if len(ids) >= more and any(other.startswith(prefix) for other in admitted):
                 postponed.append(seq)
                 continue
             row = len(self.running)
@@ -160,7 +160,7 @@ class Scheduler:
             seq.computed, seq.epoch = shared, self.epoch
             if seq.num_output == 0:
                 seq.cached = shared
-            admitted.append(seq)
+            admitted.append(ids.tobytes())
             budget -= len(seq.ids) - shared
         self.waiting.extendleft(reversed(postponed))
 
@@ -222,14 +222,6 @@ class Scheduler:
 
 def _wants_score(seq: Sequence) -> bool:
     return seq.logprob_start >= 0 and not seq.prompt_logprobs
-
-
-def _shared(a: Sequence, b: Sequence) -> int:
-    """Length of the common prefix of two requests."""
-    width = min(len(a.ids), len(b.ids))
-    if a.ids[:width] == b.ids[:width]:
-        return width
-    return next(i for i in range(width) if a.ids[i] != b.ids[i])
 
 
 def _score_prompt(seq: Sequence, logits: torch.Tensor) -> None:

@@ -8,7 +8,10 @@ from tokenizers import Tokenizer
 
 from rlagent.engine.sampling import SamplingParams
 
-_BYTES_A_TOKEN: Final = 1  # the least a token can add: so many last tokens always cover a stop string
+_BYTES_A_TOKEN: Final = 1  # the least a token of text adds: so many last tokens always cover a stop string
+_SPARE_TOKENS: Final = (
+    4  # more of them: the tail may begin within a character, and ids beyond the tokenizer's have no text
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +31,39 @@ class Stop:
 
 
 def find_stop(
-    output: Sequence[int], params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer | None, room: int
-) -> Stop | None:
-    """Whether the newest token of `output` ends the sequence. `room` is how many more tokens the context holds."""
-    newest = output[-1]
-    if len(output) >= params.min_new_tokens:
+    ids: Sequence[int], num_output: int, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer | None,
+    context: int,
+) -> Stop | None:  # fmt: skip
+    """Whether the newest of `ids` ends the sequence. The last num_output of them were sampled; `context` is the most there may be.
+
+    Asked once a token, so it looks at a tail only.
+    """
+    newest = ids[-1]
+    if num_output >= params.min_new_tokens:
         if newest in params.stop_token_ids or (newest in eos_ids and not params.ignore_eos):
             return Stop("stop", newest)
         if params.stop and tokenizer is not None:
-            matched = _stop_string(output, params.stop, tokenizer)
+            matched = _stop_string(ids, num_output, params.stop, tokenizer)
             if matched is not None:
                 return Stop("stop", matched)
-    if len(output) >= params.max_new_tokens or room <= 0:
-        return Stop("length", len(output))
+    if num_output >= params.max_new_tokens or len(ids) >= context:
+        return Stop("length", num_output)
     return None
 
 
-def _stop_string(output: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer) -> str | None:
+def _stop_string(ids: Sequence[int], num_output: int, stops: Sequence[str], tokenizer: Tokenizer) -> str | None:
     """The first stop string that the newest token completes. Only a tail is decoded that is sure to hold it."""
-    longest = max(len(stop.encode()) for stop in stops) // _BYTES_A_TOKEN + 4
-    text = tokenizer.decode(list(output[-longest:]), skip_special_tokens=False)
+    longest = max(len(stop.encode()) for stop in stops) // _BYTES_A_TOKEN + _SPARE_TOKENS
+    text = tokenizer.decode(list(ids[-min(longest, num_output) :]), skip_special_tokens=False)
     return next((stop for stop in stops if stop in text), None)
 
 
-def trim_stop(text: str, stop: Stop, params: SamplingParams) -> str:
-    """The served text: without the stop string, unless no_stop_trim."""
-    if isinstance(stop.detail, str) and stop.kind == "stop" and not params.no_stop_trim:
-        return text.partition(stop.detail)[0]
+def served_text(output: Sequence[int], stop: Stop | None, params: SamplingParams, tokenizer: Tokenizer) -> str:
+    """The text of a sequence: without what stopped it, unless no_stop_trim, and never with what a token holds beyond a stop string."""
+    matched = stop.detail if stop is not None and stop.kind == "stop" else None
+    if isinstance(matched, int) and not params.no_stop_trim:
+        output = output[:-1]
+    text: str = tokenizer.decode(list(output), skip_special_tokens=params.skip_special_tokens)
+    if isinstance(matched, str) and matched in text:
+        return text[: text.index(matched) + (len(matched) if params.no_stop_trim else 0)]
     return text

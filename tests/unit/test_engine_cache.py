@@ -163,6 +163,17 @@ def test_the_least_recently_used_goes_first_and_an_extended_prefix_before_it() -
     assert cache.match(ids(2, 5, 5, 5))[1] == 3
 
 
+def test_a_row_that_is_shared_from_is_not_overwritten_by_what_must_make_room() -> None:
+    cache, running = make_cache(2, 3 * 128), []  # type: ignore[var-annotated]
+    start(cache, running, ids(1, 1, 1))
+    start(cache, running, ids(2, 2, 2))
+    finish(cache, running, 1)  # retained in the last row, the only one behind
+    finish(cache, running, 0)  # retained in the middle row, where the next but one begins
+    start(cache, running, ids(3, 3))
+    assert start(cache, running, ids(2, 2, 2, 4)) == 3
+    assert (held(cache, 1, 4) == content(ids(2, 2, 2, 4), 0)).all()
+
+
 def test_memory_released_is_taken_again_empty() -> None:
     cache, running = make_cache(2, 4 * 128), []  # type: ignore[var-annotated]
     start(cache, running, ids(1, 2, 3))

@@ -78,7 +78,9 @@ def test_llama3_rope_at_positions_far_beyond_the_original_context(tmp_path: Path
     make_model("llama", tmp_path)
     widen_context(tmp_path, 400)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 10.0}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 10.0}})
+    )
     reference = type(make_model("llama", tmp_path / "short")).from_pretrained(tmp_path).eval()
     model, cache = load(tmp_path)
     cache.grow(400)

@@ -34,7 +34,9 @@ class Rank:
             total_steps=spec.total_steps,
         )
         self.engine_dtype = getattr(torch, spec.engine_dtype)
-        self.sync = WeightSync(spec.sync, engine_dtype=self.engine_dtype) if spec.rank == 0 else None
+        self.sync = (
+            WeightSync(spec.sync, engine_dtype=self.engine_dtype, model_dir=spec.model_dir) if spec.rank == 0 else None
+        )
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """One learner step; metrics are the same on all ranks."""

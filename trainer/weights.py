@@ -188,10 +188,15 @@ def write_hf(named: Iterable[tuple[str, Tensor]], source_dir: Path, directory: P
             yield name, tensor
 
     _write_shards(watched(), directory)
+    copy_model_files(source_dir, directory, dtypes.pop())
+
+
+def copy_model_files(source_dir: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Config, tokenizer and whatever else is not weights; the config says the dtype."""
     for path in sorted(source_dir.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
     config = read_config(source_dir)
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -5,7 +5,7 @@ copied behind, to serve the next turn of its session or whoever shares its promp
 Invariant: a retained row holds exactly the keys and values of `tokens` under the current weights, or it is empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,18 @@ from rlagent.types import Int32Array
 
 _MIN_CAPACITY: Final = 128  # tokens a row, at first; doubled when a sequence outgrows it
 _MASK_MULTIPLE: Final = 16  # decode reads lengths rounded up to this, so that kernels see few shapes
+# Decoded together on a CPU: each block reads as far as its longest row, so that a long one costs few others.
+_CPU_BLOCK_ROWS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBlock:
+    """Neighbouring decode rows, attended to together."""
+
+    rows: slice  # of the cache
+    queries: slice  # of the decode tokens
+    length: int
+    mask: torch.Tensor  # [rows, 1, 1, length] additive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +37,7 @@ class StepPlan:
 
     rows: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    decode_rows: torch.Tensor | None  # [D] int64, when they are not simply 0..D-1
-    num_decode: int
-    length: int
-    mask: torch.Tensor | None  # [D, 1, 1, length] additive
+    blocks: tuple[DecodeBlock, ...]
 
 
 class KVCache:
@@ -183,25 +192,27 @@ class KVCache:
 
     # Forward
 
-    def plan(self, rows: Sequence[int], positions: torch.Tensor, decode_rows: Sequence[int]) -> StepPlan:
-        """Lay out one forward; `positions` [T] belong to `rows` [T], the last len(decode_rows) of them to decoding."""
-        mask, length, gather = None, 0, None
-        if decode_rows:
-            seen = positions[len(rows) - len(decode_rows) :] + 1
-            length = min(self.capacity, -(-int(seen.max()) // _MASK_MULTIPLE) * _MASK_MULTIPLE)
-            hidden = torch.arange(length, device=self._device) >= seen.unsqueeze(1)
-            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-            mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-            if list(decode_rows) != list(range(len(decode_rows))):
-                gather = torch.tensor(decode_rows, device=self._device)
-        return StepPlan(
-            rows=torch.tensor(rows, device=self._device),
-            positions=positions,
-            decode_rows=gather,
-            num_decode=len(decode_rows),
-            length=length,
-            mask=mask,
-        )
+    def plan(
+        self, rows: torch.Tensor, positions: torch.Tensor, decode_rows: Sequence[int], seen: Sequence[int]
+    ) -> StepPlan:
+        """Lay out one forward of tokens at `positions` [T] of `rows` [T].
+
+        The last len(decode_rows) of them decode, in ascending rows; each sees `seen` tokens of its row, its own included.
+        """
+        if not decode_rows:
+            return StepPlan(rows=rows, positions=positions, blocks=())
+        longest = torch.arange(min(self.capacity, _rounded(max(seen))), device=self._device)
+        hidden = longest >= positions[-len(decode_rows) :].unsqueeze(1) + 1
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        most = _CPU_BLOCK_ROWS if self._device.type == "cpu" else len(decode_rows)
+        blocks = []
+        for start, end in _runs(decode_rows, most):
+            length = min(self.capacity, _rounded(max(seen[start:end])))
+            where = slice(decode_rows[start], decode_rows[start] + end - start)
+            part = mask[start:end, :, :, :length]
+            blocks.append(DecodeBlock(rows=where, queries=slice(start, end), length=length, mask=part))
+        return StepPlan(rows=rows, positions=positions, blocks=tuple(blocks))
 
     def write(self, layer: int, step: StepPlan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, kv_heads, head_dim] of this step's tokens."""
@@ -212,9 +223,19 @@ class KVCache:
         """Keys and values [1, kv_heads, length, head_dim] of one row."""
         return self._keys[layer][row : row + 1, :, :length], self._values[layer][row : row + 1, :, :length]
 
-    def decode_view(self, layer: int, step: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [D, kv_heads, length, head_dim] of the decode rows; a view when they are the first rows."""
-        keys, values = self._keys[layer], self._values[layer]
-        if step.decode_rows is None:
-            return keys[: step.num_decode, :, : step.length], values[: step.num_decode, :, : step.length]
-        return keys[step.decode_rows, :, : step.length], values[step.decode_rows, :, : step.length]
+    def block_view(self, layer: int, block: DecodeBlock) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv_heads, length, head_dim] of a block of decode rows."""
+        return self._keys[layer][block.rows, :, : block.length], self._values[layer][block.rows, :, : block.length]
+
+
+def _runs(rows: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Spans [start, end) of ascending rows that follow one another, of at most so many."""
+    start = 0
+    for index in range(1, len(rows) + 1):
+        if index == len(rows) or rows[index] != rows[index - 1] + 1 or index - start == most:
+            yield start, index
+            start = index
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _MASK_MULTIPLE) * _MASK_MULTIPLE

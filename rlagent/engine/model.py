@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rlagent.engine.architecture import Architecture, inverse_frequencies
-from rlagent.engine.cache import KVCache
+from rlagent.engine.cache import KVCache, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +111,21 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, prefill: Sequence[Chunk],
-        decode_rows: Sequence[int], last: torch.Tensor,
+        self, tokens: Sequence[int], cache: KVCache, prefill: Sequence[Chunk], decode: Sequence[tuple[int, int]],
+        last: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
         """Logits [len(last), vocab] f32 at the flat indices `last`.
 
-        tokens, positions: [T] int64; first the prefill chunks, one after the other, then one token of each decode row.
-        Keys and values of all T tokens are written to the cache.
+        tokens: first those of the prefill chunks, one after the other, then one of each decode (row, position), in ascending rows.
+        Keys and values of all of them are written to the cache.
         """
         a = self.architecture
-        rows, decode_start = _token_rows(prefill, decode_rows)
-        step = cache.plan(rows, positions, decode_rows)
+        decode_start = len(tokens) - len(decode)
+        layout = torch.tensor((tokens, *_layout(prefill, decode)), device=self.device)  # one transfer
+        ids, rows, positions = layout.unbind()
+        step = cache.plan(rows, positions, [row for row, _ in decode], [position + 1 for _, position in decode])
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x = self.embedding[tokens]
+        x = self.embedding[ids]
         for index, layer in enumerate(self.layers):
             normed = F.rms_norm(x, (a.hidden,), layer.input_norm, a.norm_eps)
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(tokens), -1, a.head_dim)
@@ -135,16 +137,29 @@ class Model:
             cache.write(index, step, key, value)
             attended = torch.empty_like(query)
             self._attend_prefill(index, cache, prefill, query, attended)
-            if decode_rows:
-                grouped = query[decode_start:].view(-1, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim)
-                keys, values = cache.decode_view(index, step)
-                out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=step.mask, scale=self._scale)
-                attended[decode_start:] = out.reshape(-1, a.num_heads, a.head_dim)
+            self._attend_decode(index, cache, step, query[decode_start:], attended[decode_start:])
             x = x + F.linear(attended.view(len(tokens), -1), layer.output)
             gate, up = F.linear(F.rms_norm(x, (a.hidden,), layer.post_norm, a.norm_eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        x = F.rms_norm(x[last], (a.hidden,), self.final_norm, a.norm_eps)
+        x = F.rms_norm(
+            x if len(last) == len(x) else x[torch.tensor(last, dtype=torch.int64, device=self.device)],
+            (a.hidden,),
+            self.final_norm,
+            a.norm_eps,
+        )
         return F.linear(x, self.head).float()
+
+    def _attend_decode(
+        self, layer: int, cache: KVCache, step: StepPlan, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        a = self.architecture
+        grouped = query.view(-1, a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim)
+        target = out.view(grouped.shape)
+        for block in step.blocks:
+            keys, values = cache.block_view(layer, block)
+            target[block.queries] = F.scaled_dot_product_attention(
+                grouped[block.queries], keys, values, attn_mask=block.mask, scale=self._scale
+            )
 
     def _attend_prefill(
         self, layer: int, cache: KVCache, prefill: Sequence[Chunk], query: torch.Tensor, out: torch.Tensor
@@ -165,6 +180,8 @@ class Model:
             at += length
 
 
-def _token_rows(prefill: Sequence[Chunk], decode_rows: Sequence[int]) -> tuple[list[int], int]:
-    rows = [row for chunk in prefill for row in [chunk.row] * (chunk.end - chunk.start)]
-    return rows + list(decode_rows), len(rows)
+def _layout(prefill: Sequence[Chunk], decode: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Row and position of every token of a forward."""
+    rows = [chunk.row for chunk in prefill for _ in range(chunk.start, chunk.end)]
+    positions = [position for chunk in prefill for position in range(chunk.start, chunk.end)]
+    return rows + [row for row, _ in decode], positions + [position for _, position in decode]

@@ -70,43 +70,36 @@ class Scheduler:
 
     def _compute(self, chunks: list[Chunk], decode_rows: list[int]) -> None:
         tokens: list[int] = []
-        positions: list[int] = []
         last: list[int] = []
         sampled: list[Sequence] = []
-        scored: list[
-            tuple[Sequence, int, int]
-        ] = []  # sequences whose prompt logprobs are wanted, and where their chunk lies
+        scored: Sequence | None = None  # whose prompt logprobs are wanted; it is computed alone
         for chunk in chunks:
             seq = self.running[chunk.row]
             tokens += seq.ids[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            if _wants_score(seq):
-                scored.append((seq, len(tokens) - (chunk.end - chunk.start), chunk.start))
-                continue
             if chunk.end == len(seq.ids):
                 last.append(len(tokens) - 1)
                 sampled.append(seq)
+            if _wants_score(seq):
+                assert len(chunks) == 1
+                assert not decode_rows
+                scored, last = seq, list(range(len(tokens)))
         for row in decode_rows:
             seq = self.running[row]
+            last.append(len(tokens))
             tokens.append(seq.ids[-1])
-            positions.append(len(seq.ids) - 1)
-            last.append(len(tokens) - 1)
             sampled.append(seq)
-        assert not (scored and (sampled or len(chunks) > 1)), "a prompt whose logprobs are wanted is computed alone"
-        device = self.model.device
-        logits = self.model.forward(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self.cache, chunks, decode_rows,
-            torch.arange(len(tokens), device=device) if scored else torch.tensor(last, dtype=torch.int64, device=device),
-        )  # fmt: skip
+        decode = [(row, len(self.running[row].ids) - 1) for row in decode_rows]
+        logits = self.model.forward(tokens, self.cache, chunks, decode, last)
         for chunk in chunks:
-            self.running[chunk.row].computed = chunk.end
-            if self.running[chunk.row].epoch == self.epoch:
-                self.cache.computed(chunk.row, self.running[chunk.row].array(chunk.end))
+            seq = self.running[chunk.row]
+            seq.computed = chunk.end
+            if seq.epoch == self.epoch:
+                self.cache.computed(chunk.row, seq.array(chunk.end))
         for row in decode_rows:
             self.running[row].computed += 1
-        for seq, _, _ in scored:
-            _score_prompt(seq, logits)
-            logits, sampled = logits[-1:], [seq]
+        if scored is not None:
+            _score_prompt(scored, logits)
+            logits = logits[-1:]
         self._sample(logits, sampled)
 
     def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> None:

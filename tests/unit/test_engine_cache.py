@@ -36,7 +36,8 @@ def content(tokens: np.ndarray, start: int) -> np.ndarray:
 
 def compute(cache: KVCache, row: int, tokens: np.ndarray, start: int) -> None:
     """Write the keys and values of tokens[start:], and publish them."""
-    plan = cache.plan([row] * (len(tokens) - start), torch.arange(start, len(tokens)), [])
+    positions = torch.arange(start, len(tokens))
+    plan = cache.plan(torch.full_like(positions, row), positions, [], [])
     fresh = torch.from_numpy(content(tokens, start)).view(-1, 1, 1).expand(-1, 1, 2)
     for layer in range(2):
         cache.write(layer, plan, fresh + layer, -fresh - layer)

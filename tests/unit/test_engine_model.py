@@ -24,16 +24,14 @@ def load(directory: Path) -> tuple[Model, KVCache]:
     architecture = Architecture.load(directory)
     model = Model(architecture, dtype=torch.float32, device=CPU)
     load_checkpoint(model, directory)
-    return model, KVCache(architecture, max_running=8, max_total_tokens=8 * 512, dtype=torch.float32, device=CPU)
+    return model, KVCache(architecture, max_running=40, max_total_tokens=40 * 512, dtype=torch.float32, device=CPU)
 
 
 def forward(model: Model, cache: KVCache, ids: dict[int, list[int]], chunks: list[Chunk], decode: list[int]) -> Any:
     """Logits of all tokens of the chunks, then of the last id of each decoding row."""
     tokens = [t for c in chunks for t in ids[c.row][c.start : c.end]] + [ids[row][-1] for row in decode]
-    positions = [p for c in chunks for p in range(c.start, c.end)] + [len(ids[row]) - 1 for row in decode]
-    return model.forward(
-        torch.tensor(tokens), torch.tensor(positions), cache, chunks, decode, torch.arange(len(tokens))
-    )
+    last = list(range(len(tokens)))
+    return model.forward(tokens, cache, chunks, [(row, len(ids[row]) - 1) for row in decode], last)
 
 
 def expected(reference: Any, ids: list[int]) -> torch.Tensor:
@@ -62,11 +60,13 @@ def test_logits_are_transformers(tmp_path: Path, family: str, tied: bool) -> Non
         torch.testing.assert_close(torch.cat(parts), expected(reference, ids[row]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1], [3, 1, 2, 0]])
+@pytest.mark.parametrize(
+    "rows", [[0, 1, 2], [0, 2], [1], [1, 2, 3], list(range(40)), [*range(3, 20), 21, *range(30, 38)]]
+)
 def test_any_rows_decode_together(tmp_path: Path, rows: list[int]) -> None:
     reference = make_model("qwen3", tmp_path).eval()
     model, cache = load(tmp_path)
-    ids = {row: [(7 * row + i * i) % VOCAB for i in range(5 + 9 * row)] for row in range(4)}
+    ids = {row: [(7 * row + i * i) % VOCAB for i in range(5 + 19 * row % 90)] for row in range(40)}
     forward(model, cache, ids, [Chunk(row=row, start=0, end=len(ids[row]) - 1) for row in ids], [])
     logits = forward(model, cache, ids, [], rows)
     for row, found in zip(rows, logits, strict=True):

@@ -18,6 +18,10 @@ class Bucket:
     flat: torch.Tensor
     slots: tuple[TensorSlot, ...]
 
+    def tensor(self, slot: TensorSlot) -> torch.Tensor:
+        """A view of one tensor."""
+        return self.flat[slot.start_idx : slot.end_idx].view(slot.dtype).reshape(slot.shape)
+
 
 def make_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Fill buckets up to bucket_bytes; a single larger tensor has a bucket of its own."""

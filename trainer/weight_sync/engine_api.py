@@ -19,15 +19,18 @@ class EngineApi:
         self.url = url
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """POST; the JSON answer. WeightSyncError with status and body when it is not a success."""
         try:
-            response = self._http.post(path, json=dict(body))
+            response = self._http.post(path, json=dict(body), timeout=timeout_s)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:
             raise WeightSyncError(f"engine {self.url} refused {path}: {response.status_code} {response.text[:2000]}")
-        answer = response.json() if response.content else {}
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError as error:
+            raise WeightSyncError(f"engine {self.url} answered {path} with no JSON: {response.text[:200]!r}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightSyncError(f"engine {self.url} refused {path}: {answer.get('message')}")
         return answer if isinstance(answer, dict) else {}
@@ -63,6 +66,6 @@ class EngineSet:
 
     def close(self) -> None:
         """Close all connections."""
-        self._threads.shutdown(wait=False, cancel_futures=True)  # one may wait for a dead engine's group
+        self._threads.shutdown(wait=False, cancel_futures=True)  # one may wait for an engine that never joined
         for engine in self.engines:
             engine.close()

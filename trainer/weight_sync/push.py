@@ -7,21 +7,24 @@ up, which brings the engines back to the newest snapshot.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.config import SyncConfig
 from rlagent.trainer.weight_sync.buckets import Bucket, make_buckets
+from rlagent.trainer.weight_sync.distributed import DistributedTransport
 from rlagent.trainer.weight_sync.engine_api import EngineSet
 from rlagent.trainer.weight_sync.report import PushReport
-from rlagent.trainer.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+from rlagent.trainer.weight_sync.transports import DiskTransport, TensorTransport, Transport
 
 
 class WeightSync:
     """Pushes weights to engines by the transport of its config; keeps connections and groups between pushes."""
 
-    def __init__(self, config: SyncConfig, *, engine_dtype: torch.dtype) -> None:
+    def __init__(self, config: SyncConfig, *, engine_dtype: torch.dtype, model_dir: Path | None = None) -> None:
+        """model_dir: where the disk transport takes config and tokenizer from."""
         self._config = config
         self._dtype = engine_dtype
         self._engines: EngineSet | None = None
@@ -29,35 +32,45 @@ class WeightSync:
         kinds: dict[str, Callable[[], Transport]] = {
             "tensor": TensorTransport,
             "distributed": DistributedTransport,
-            "disk": DiskTransport,
+            "disk": lambda: DiskTransport(model_dir),
         }
         self._transport = kinds[config.transport]()
 
     def push(self, engines: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PushReport:
-        """Make every engine (base URLs) hold `weights` (full tensors by Hugging Face name) as `version`."""
-        connected = self._connect(engines)
+        """Make every engine (base URLs) hold `weights` (full tensors by Hugging Face name) as `version`.
+
+        WeightSyncError when one does not: its update may then be open, and it serves again after /update_weights_from_disk or
+        another push.
+        """
         self._num_pushes += 1
+        try:
+            return self._push(self._connect(engines), weights, version)
+        except BaseException:
+            self._transport.abandon()
+            raise
+
+    def _push(self, engines: EngineSet, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> PushReport:
         verify = self._config.verify_every > 0 and self._num_pushes % self._config.verify_every == 0
         seconds = {"gather": 0.0, "send": 0.0}
         checksums: dict[str, str] = {}
         on_disk = self._config.transport == "disk"
         num_bytes = num_buckets = 0
         if not on_disk:
-            connected.post("/begin_weight_update", {"selector": "all"})
+            engines.post("/begin_weight_update", {"selector": "all"})
         clock = time.perf_counter()
         for bucket in make_buckets(self._cast(weights), self._config.bucket_bytes):
             if verify:
                 checksums |= bucket_checksums(bucket)
             seconds["gather"] += -clock + (clock := time.perf_counter())
-            self._transport.send(connected, bucket)
+            self._transport.send(engines, bucket)
             seconds["send"] += -clock + (clock := time.perf_counter())
             num_bytes, num_buckets = num_bytes + bucket.flat.nbytes, num_buckets + 1
-        self._transport.finish(connected)
+        self._transport.finish(engines)
         if not on_disk:
-            connected.post("/end_weight_update", {})
-        connected.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            engines.post("/end_weight_update", {})
+        engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         seconds["end"] = -clock + (clock := time.perf_counter())
-        verified = self._verify(connected, checksums) if verify else "not this time"
+        verified = self._verify(engines, checksums) if verify else "not this time"
         seconds["verify"] = time.perf_counter() - clock
         digest = hashlib.sha256("".join(checksums.values()).encode()).hexdigest() if checksums else ""
         return PushReport(
@@ -71,9 +84,8 @@ class WeightSync:
 
     def close(self) -> None:
         """Leave groups, close connections."""
+        self._disconnect()
         self._transport.close()
-        if self._engines is not None:
-            self._engines.close()
 
     def _cast(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -81,10 +93,15 @@ class WeightSync:
 
     def _connect(self, urls: Sequence[str]) -> EngineSet:
         if self._engines is None or self._engines.urls != tuple(urls):
-            if self._engines is not None:
-                self._engines.close()
+            self._disconnect()
             self._engines = EngineSet(urls)
         return self._engines
+
+    def _disconnect(self) -> None:
+        if self._engines is not None:
+            self._transport.disconnect(self._engines)
+            self._engines.close()
+            self._engines = None
 
     @staticmethod
     def _verify(engines: EngineSet, expected: dict[str, str]) -> str:
@@ -94,7 +111,7 @@ class WeightSync:
         ):
             if answer.get("naming") != "hf":
                 return f"engine {engine.url} hashes fused tensors, which are not compared"
-            found = answer["checksums"]
+            found = answer.get("checksums", {})
             wrong = [name for name, digest in expected.items() if found.get(name) != digest]
             if wrong:
                 raise WeightSyncError(
@@ -105,7 +122,5 @@ class WeightSync:
 
 def bucket_checksums(bucket: Bucket) -> dict[str, str]:
     """sha256 of each tensor's bytes."""
-    flat = bucket.flat.cpu().numpy()
-    return {
-        slot.name: hashlib.sha256(flat[slot.start_idx : slot.end_idx].tobytes()).hexdigest() for slot in bucket.slots
-    }
+    flat = bucket.flat.cpu().numpy().data
+    return {slot.name: hashlib.sha256(flat[slot.start_idx : slot.end_idx]).hexdigest() for slot in bucket.slots}

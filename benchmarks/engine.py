@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlagent.engine.config import EngineConfig
 from rlagent.engine.loop import Engine
 from rlagent.engine.requests import GenerateRequest
-from rlagent.engine.sequence import Sequence
+from rlagent.engine.sequence import Progress
 
 NUM_REQUESTS = 32
 SIZES = {  # name -> layers, hidden, intermediate, heads, vocabulary
@@ -87,7 +87,7 @@ async def run_engine(directory: Path, prompts: list[list[int]], lengths: list[in
     async def ask(prompt: list[int], length: int) -> None:
         done = asyncio.Event()
 
-        def emit(_: Sequence) -> None:
+        def emit(_: Progress) -> None:
             loop.call_soon_threadsafe(done.set)
 
         body = {

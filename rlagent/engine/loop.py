@@ -50,6 +50,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._failure: Exception | None = None
+        self.failed = asyncio.Event()
 
     @classmethod
     def load(cls, config: EngineConfig, model_dir: Path, version: str) -> "Engine":
@@ -160,6 +161,7 @@ class Engine:
         except Exception as error:  # the boundary of the thread: the server answers 503 from now on, and nobody waits
             _log.exception("the engine's thread failed")
             self._failure = error
+            self._loop.call_soon_threadsafe(self.failed.set)
             while True:
                 self.scheduler.fail(f"the engine failed ({error!r})")
                 work = self._inbox.get()

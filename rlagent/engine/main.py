@@ -16,7 +16,10 @@ from rlagent.launch.child import die_with_parent
 
 
 async def serve(config: EngineConfig, model_dir: Path, *, host: str, port: int, weight_version: str) -> None:
-    """Load the model, listen, and run until SIGTERM or SIGINT. LoadError or EngineError say what to mend."""
+    """Load the model, listen, and run until SIGTERM or SIGINT. LoadError or EngineError say what to mend.
+
+    A failed step ends it with EngineError: whoever supervises the process starts a sound one.
+    """
     engine = Engine.load(config, model_dir, weight_version)
     runner = web.AppRunner(make_app(engine), access_log=None, handler_cancellation=True)
     await runner.setup()
@@ -27,17 +30,18 @@ async def serve(config: EngineConfig, model_dir: Path, *, host: str, port: int, 
         await runner.cleanup()
         raise EngineError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
     engine.start()
-    stop = asyncio.Event()
+    over = engine.failed
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
     bound = runner.addresses[0]
     print(
         f"engine of {model_dir.name} ({config.dtype}, {engine.model.device}) at http://{bound[0]}:{bound[1]}",
         flush=True,
     )
-    await stop.wait()
+    await over.wait()
     engine.close()
     await runner.cleanup()
+    engine.ensure_healthy()
 
 
 def main(argv: list[str] | None = None) -> int:

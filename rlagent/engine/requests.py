@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rlagent.engine.loop import Engine
 from rlagent.engine.sampling import SamplingParams
-from rlagent.engine.sequence import Sequence
+from rlagent.engine.sequence import Progress, Sequence
 from rlagent.engine.stops import served_text
 from rlagent.errors import EngineError
 
@@ -52,7 +52,7 @@ class GenerateRequest:
             logprob_start=start if return_logprob else -1,
         )  # fmt: skip
 
-    def sequences(self, emit: Callable[[Sequence], None]) -> list[Sequence]:
+    def sequences(self, emit: Callable[[Progress], None]) -> list[Sequence]:
         """n sequences a prompt; several of one request get rids that share its prefix."""
         found = []
         for index, prompt in enumerate(p for p in self.prompts for _ in range(self.params.n)):
@@ -64,19 +64,19 @@ class GenerateRequest:
         return found
 
 
-def answer(request: GenerateRequest, sequence: Sequence, engine: Engine, output: list[int]) -> dict[str, Any]:
-    """SGLang's answer object for one sequence; `output` is its sampled ids as of now."""
-    meta = sequence.meta_info(engine.scheduler.version)
+def answer(request: GenerateRequest, progress: Progress, engine: Engine) -> dict[str, Any]:
+    """SGLang's answer object for one sequence as of `progress`."""
+    sequence, output = progress.sequence, progress.output
+    meta = progress.meta_info()
     if request.return_logprob:
-        logprobs = sequence.logprobs[: len(output)]
-        meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(logprobs, output, strict=True)]
+        meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(progress.logprobs, output, strict=True)]
         start = request.logprob_start
         meta["input_token_logprobs"] = (
             []
             if start < 0
             else [[p, t, None] for p, t in zip(sequence.prompt_logprobs, sequence.ids, strict=False)][start:]
         )
-    text = "" if engine.tokenizer is None else served_text(output, sequence.stop, request.params, engine.tokenizer)
+    text = "" if engine.tokenizer is None else served_text(output, progress.stop, request.params, engine.tokenizer)
     return {"text": text, "output_ids": output, "meta_info": meta}
 
 

@@ -119,10 +119,10 @@ class Scheduler:
             if seq.stop is not None:
                 ended.append(seq)
             elif seq.stream:
-                seq.emit(seq)
+                seq.tell(self.version)
         for seq in ended:
             self._leave(seq)
-            seq.emit(seq)
+            seq.tell(self.version)
 
     def _leave(self, seq: Sequence) -> None:
         """Take a running sequence out; its tokens stay behind as a prefix if they are of the present weights."""
@@ -183,7 +183,7 @@ class Scheduler:
             else:
                 self.waiting.remove(seq)
             seq.stop = Stop("abort", message)
-            seq.emit(seq)
+            seq.tell(self.version)
         return len(found)
 
     def fail(self, message: str) -> None:
@@ -193,7 +193,7 @@ class Scheduler:
         self.waiting.clear()
         for seq in ended:
             seq.stop = Stop("abort", message)
-            seq.emit(seq)
+            seq.tell(self.version)
 
     def retract_all(self) -> None:
         """Send everything running back to wait, without keys and values."""

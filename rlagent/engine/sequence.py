@@ -16,7 +16,7 @@ from rlagent.types import Int32Array
 class Sequence:
     """A prompt and what was sampled after it. `ids` is both; the first `computed` of them have keys and values.
 
-    emit is called from the engine's thread with the sequence itself: after each step when streaming, and once at its end.
+    emit is called from the engine's thread: after each step when streaming, and once at its end.
     """
 
     rid: str
@@ -24,7 +24,7 @@ class Sequence:
     prompt_len: int
     params: SamplingParams
     seed: int
-    emit: Callable[["Sequence"], None]
+    emit: Callable[["Progress"], None]
     stream: bool = False
     logprob_start: int = -1  # prompt logprobs from here on; -1 wants none
     logprobs: list[float] = field(default_factory=list)
@@ -36,11 +36,6 @@ class Sequence:
     retractions: int = 0
     stop: Stop | None = None
     started_at: float = field(default_factory=time.perf_counter)
-
-    @property
-    def output(self) -> list[int]:
-        """The sampled ids, the stop token included."""
-        return self.ids[self.prompt_len :]
 
     @property
     def num_output(self) -> int:
@@ -67,18 +62,57 @@ class Sequence:
         """The first `end` ids as int32."""
         return np.array(self.ids[:end], dtype=np.int32)
 
-    def meta_info(self, version: str) -> dict[str, Any]:
+    def tell(self, version: str) -> None:
+        """Emit how far it has come, under the weights `version`."""
+        self.emit(
+            Progress(
+                sequence=self,
+                num_output=self.num_output,
+                stop=self.stop,
+                version=version,
+                num_retractions=self.retractions,
+                elapsed_s=time.perf_counter() - self.started_at,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A sequence as of one step, made in the engine's thread and read in another while that one goes on.
+
+    Invariant: nothing that is read through it changes any more: of what grows, only the first `num_output` entries are.
+    """
+
+    sequence: Sequence
+    num_output: int
+    stop: Stop | None
+    version: str
+    num_retractions: int
+    elapsed_s: float
+
+    @property
+    def output(self) -> list[int]:
+        """The sampled ids so far, the stop token included."""
+        start = self.sequence.prompt_len
+        return self.sequence.ids[start : start + self.num_output]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One for each of `output`."""
+        return self.sequence.logprobs[: self.num_output]
+
+    def meta_info(self) -> dict[str, Any]:
         """SGLang's `meta_info`; version spans only once the sequence has ended."""
         info: dict[str, Any] = {
-            "id": self.rid,
+            "id": self.sequence.rid,
             "finish_reason": None if self.stop is None else self.stop.to_json(),
-            "prompt_tokens": self.prompt_len,
+            "prompt_tokens": self.sequence.prompt_len,
             "completion_tokens": self.num_output,
-            "cached_tokens": self.cached,
-            "weight_version": version,
-            "num_retractions": self.retractions,
-            "e2e_latency": time.perf_counter() - self.started_at,
+            "cached_tokens": self.sequence.cached,
+            "weight_version": self.version,
+            "num_retractions": self.num_retractions,
+            "e2e_latency": self.elapsed_s,
         }
         if self.stop is not None:
-            info["weight_versions"] = [{"version": name, "start": a, "end": b} for name, a, b in self.spans]
+            info["weight_versions"] = [{"version": name, "start": a, "end": b} for name, a, b in self.sequence.spans]
         return info

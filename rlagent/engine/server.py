@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rlagent.engine.loop import PAUSE_MODES, Engine
 from rlagent.engine.requests import GenerateRequest, answer
-from rlagent.engine.sequence import Sequence
+from rlagent.engine.sequence import Progress, Sequence
 from rlagent.errors import EngineError, LoadError
 
 _MAX_BODY_BYTES: Final = 4 * 1024**3  # a weight bucket travels in one body
@@ -75,23 +75,24 @@ async def _generate(http: web.Request, engine: Engine) -> web.StreamResponse:
     except EngineError as error:
         return _error(str(error))
     loop = asyncio.get_running_loop()
-    changed: asyncio.Queue[tuple[Sequence, list[int]]] = asyncio.Queue()
+    news: asyncio.Queue[Progress] = asyncio.Queue()
 
-    def emit(sequence: Sequence) -> None:  # in the engine's thread: the output is copied before it can grow
-        loop.call_soon_threadsafe(changed.put_nowait, (sequence, sequence.output))
+    def emit(progress: Progress) -> None:  # in the engine's thread
+        loop.call_soon_threadsafe(news.put_nowait, progress)
 
     sequences = request.sequences(emit)
     try:
         for sequence in sequences:
             engine.submit(sequence)
         if request.stream:
-            return await _stream(http, request, engine, sequences, changed)
-        left = len(sequences)
-        while left:
-            sequence, _ = await changed.get()
-            left -= sequence.stop is not None
+            return await _stream(http, request, engine, sequences, news)
+        ended: dict[Sequence, Progress] = {}
+        while len(ended) < len(sequences):
+            progress = await news.get()
+            if progress.stop is not None:
+                ended[progress.sequence] = progress
         engine.ensure_healthy()
-        answers = [answer(request, s, engine, s.output) for s in sequences]
+        answers = [answer(request, ended[sequence], engine) for sequence in sequences]
         return _json(answers if request.batched else answers[0])
     except EngineError as error:
         return _error(str(error), 503)
@@ -101,29 +102,29 @@ async def _generate(http: web.Request, engine: Engine) -> web.StreamResponse:
 
 
 async def _stream(
-    http: web.Request, request: GenerateRequest, engine: Engine, sequences: list[Sequence],
-    changed: "asyncio.Queue[tuple[Sequence, list[int]]]",
-) -> web.StreamResponse:  # fmt: skip
+    http: web.Request,
+    request: GenerateRequest,
+    engine: Engine,
+    sequences: list[Sequence],
+    news: asyncio.Queue[Progress],
+) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     await response.prepare(http)
-    index = {s.rid: i for i, s in enumerate(sequences)}
+    index = {sequence: i for i, sequence in enumerate(sequences)}
     left = len(sequences)
     while left:
-        newest = {}  # several steps may have passed: only the newest state of each sequence is sent
-        sequence, output = await changed.get()
-        newest[sequence.rid] = (sequence, output)
-        while not changed.empty():
-            sequence, output = changed.get_nowait()
-            newest[sequence.rid] = (sequence, output)
-        for sequence, output in newest.values():
-            ended = sequence.stop is not None and len(output) == sequence.num_output
-            if sequence.stop is not None and not ended:
-                continue  # its last chunk is on the way
-            chunk = answer(request, sequence, engine, output)
+        newest: dict[Sequence, Progress] = {}  # several steps may have passed: only the newest of each is sent
+        progress = await news.get()
+        newest[progress.sequence] = progress
+        while not news.empty():
+            progress = news.get_nowait()
+            newest[progress.sequence] = progress
+        for sequence, progress in newest.items():
+            chunk = answer(request, progress, engine)
             if request.batched:
-                chunk["index"] = index[sequence.rid]
+                chunk["index"] = index[sequence]
             await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
-            left -= ended
+            left -= progress.stop is not None
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
@@ -170,7 +171,7 @@ class Control:
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "health"}
         request = GenerateRequest.parse(body, self._engine)
 
-        def emit(_: Sequence) -> None:
+        def emit(_: Progress) -> None:
             loop.call_soon_threadsafe(done.set)
 
         sequence = request.sequences(emit)[0]

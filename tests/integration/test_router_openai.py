@@ -118,7 +118,7 @@ async def test_a_failure_in_mid_stream_is_raised(tmp_path: Path) -> None:
 
 async def test_an_agent_on_the_embedded_engine_is_recorded_exactly(tmp_path: Path) -> None:
     async with serving(
-        model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=64),
+        model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=200),
         engine=EngineConfig(max_total_tokens=8192), buffer=BufferConfig(), buffer_path=tmp_path / "buffer.db",
     ) as url:  # fmt: skip
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="agent") as client:

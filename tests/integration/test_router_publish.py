@@ -110,14 +110,20 @@ async def test_an_engine_that_was_lost_comes_back_with_weights_that_are_known(tm
         assert (await r.chat()).status_code == 200
 
 
+# Tokens of a call that is still being sampled when a publish begins, on a loaded machine too: seconds on an idle one.
+LONG = 3000
+
+
 @asynccontextmanager
-async def real_router(directory: Path, *, model: Path = MODEL) -> AsyncIterator[tuple[str, RouterClient]]:
+async def real_router(
+    directory: Path, *, model: Path = MODEL, max_tokens: int = 400
+) -> AsyncIterator[tuple[str, RouterClient]]:
     """A router with an embedded engine of its own."""
     async with (
         serving(
             model_dir=model,
             router=RouterConfig(),
-            sampling=SamplingConfig(max_tokens=400),
+            sampling=SamplingConfig(max_tokens=max_tokens),
             engine=EngineConfig(max_total_tokens=8192),
             buffer=BufferConfig(),
             buffer_path=directory / "buffer.db",
@@ -128,11 +134,12 @@ async def real_router(directory: Path, *, model: Path = MODEL) -> AsyncIterator[
 
 
 def endless_model(directory: Path) -> Path:
-    """The demo's model without an end: its completions are as long as they may be."""
+    """The demo's model with an end outside its vocabulary: its completions are as long as they may be."""
     shutil.copytree(MODEL, directory)
     for name in ("config.json", "generation_config.json"):
         path = directory / name
-        path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | {"eos_token_id": 695}))
+        changes = {"eos_token_id": 704} | ({"max_position_embeddings": 8192} if name == "config.json" else {})
+        path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
     return directory
 
 
@@ -147,7 +154,7 @@ async def chat(url: str, key: str, **body: object) -> httpx.Response:
 
 async def test_a_weight_update_in_mid_call_gives_two_version_spans_and_one_completion(tmp_path: Path) -> None:
     model = endless_model(tmp_path / "model")
-    async with real_router(tmp_path, model=model) as (url, admin):
+    async with real_router(tmp_path, model=model, max_tokens=LONG) as (url, admin):
         long = {"messages": [{"role": "user", "content": "zz qq"}], "stream": True}
         async with (
             httpx.AsyncClient(trust_env=False, timeout=60) as http,
@@ -156,9 +163,9 @@ async def test_a_weight_update_in_mid_call_gives_two_version_spans_and_one_compl
             ) as response,
         ):
             lines = response.aiter_lines()
-            async for line in lines:
-                if '"content":"' in line and '"content":""' not in line:
-                    break
+            chunks = (line async for line in lines if '"choices":[{' in line)
+            for _ in range(2):  # the opening, and then the first that was sampled
+                await anext(chunks)
             ticket = await admin.begin_publish(step=1, parent=0)
             (engine,) = ticket.engines
             await http.post(
@@ -167,11 +174,12 @@ async def test_a_weight_update_in_mid_call_gives_two_version_spans_and_one_compl
             )
             await admin.commit_publish(ticket.publish_id, checksum="", snapshot=None)
             session_id = response.headers["x-rlagent-session"]
-            assert [line async for line in lines if "[DONE]" in line]
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
         (call,) = await admin.calls(session_id)
         (choice,) = call["choices"]
         assert [span["version"] for span in choice["versions"]] == [0, 1]
-        assert choice["versions"][-1]["end"] == len(choice["output_ids"]) == len(choice["logprobs"]) == 400
+        assert choice["versions"][-1]["end"] == len(choice["output_ids"]) == len(choice["logprobs"]) == LONG
 
 
 async def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_models import VOCAB
 from rlagent.engine.config import EngineConfig
 from rlagent.engine.loop import Engine
 from rlagent.engine.requests import GenerateRequest, answer
-from rlagent.engine.sequence import Sequence
+from rlagent.engine.sequence import Progress, Sequence
 
 Answer = dict[str, Any]
 
@@ -32,21 +32,23 @@ async def running(directory: Path, **options: Any) -> AsyncIterator[Engine]:
 
 async def generate(engine: Engine, prompt: list[int], **params: Any) -> list[Answer]:
     """The n answers to one prompt, as /generate gives them, with logprobs."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    news: asyncio.Queue[Progress] = asyncio.Queue()
 
-    def emit(sequence: Sequence) -> None:
-        if sequence.stop is not None:
-            loop.call_soon_threadsafe(ended.set)
+    def emit(progress: Progress) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, progress)
 
     sampling = {"max_new_tokens": 20, "ignore_eos": True, **params}
     request = GenerateRequest.parse({"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}, engine)
     sequences = request.sequences(emit)
     for sequence in sequences:
         engine.submit(sequence)
-    while any(sequence.stop is None for sequence in sequences):
-        await ended.wait()
-        ended.clear()
-    return [answer(request, sequence, engine, sequence.output) for sequence in sequences]
+    ended: dict[Sequence, Progress] = {}
+    while len(ended) < len(sequences):
+        progress = await news.get()
+        if progress.stop is not None:
+            ended[progress.sequence] = progress
+    return [answer(request, ended[sequence], engine) for sequence in sequences]
 
 
 def output_logprobs(found: Answer) -> list[float]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,9 @@ from engine_process import widen_context
 from tiny_models import make_model
 
 from rlagent.engine.requests import GenerateRequest
+from rlagent.engine.sampling import SamplingParams
+from rlagent.engine.sequence import Progress, Sequence
+from rlagent.engine.stops import Stop
 from rlagent.errors import EngineError
 
 
@@ -63,17 +65,44 @@ async def test_what_was_on_its_way_when_a_step_failed_is_answered(tmp_path: Path
     make_model("qwen3", tmp_path)
     async with running(tmp_path) as engine:
         await engine.call(lambda: engine.pause("retract"))
-        ended: list[Any] = []
+        ended: asyncio.Queue[Progress] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def emit(progress: Progress) -> None:
+            loop.call_soon_threadsafe(ended.put_nowait, progress)
+
         request = GenerateRequest.parse({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 9}}, engine)
         # All in the queue at once: the failing step comes between.
-        engine.submit(request.sequences(ended.append)[0])
+        engine.submit(request.sequences(emit)[0])
         broken = engine.call(engine._cache.release)
         resumed = engine.call(engine.resume)
         flushed = [asyncio.ensure_future(engine.call(engine.flush_cache)) for _ in range(3)]
         await asyncio.gather(broken, resumed)
         engine_results = await asyncio.gather(*flushed, return_exceptions=True)
         assert all(isinstance(r, EngineError | bool) for r in engine_results)
-    assert ended[0].stop.kind == "abort"
+        stop = (await ended.get()).stop
+    assert stop is not None
+    assert stop.kind == "abort"
+
+
+def test_progress_stays_that_of_its_step() -> None:
+    """The HTTP side reads it while the engine's thread goes on."""
+    told: list[Progress] = []
+    params = SamplingParams.parse({"max_new_tokens": 3})
+    seq = Sequence(rid="r", ids=[5, 6], prompt_len=2, params=params, seed=0, emit=told.append)
+    seq.append(7, -0.5, "1")
+    seq.tell("1")
+    seq.append(8, -0.25, "2")
+    seq.stop = Stop("length", 2)
+    seq.tell("2")
+    first, last = told
+    assert (first.output, first.logprobs, first.meta_info()["completion_tokens"]) == ([7], [-0.5], 1)
+    assert (first.meta_info()["finish_reason"], first.meta_info()["weight_version"]) == (None, "1")
+    assert "weight_versions" not in first.meta_info()
+    assert last.meta_info()["weight_versions"] == [
+        {"version": "1", "start": 0, "end": 1},
+        {"version": "2", "start": 1, "end": 2},
+    ]
 
 
 async def test_a_long_prompt_is_computed_in_pieces_beside_the_others(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def serve(
     buffer: Annotated[
         Path | None, typer.Option(help="The data buffer's SQLite file; default RUN_DIR/buffer.db.", metavar="FILE")
     ] = None,
+    buffer_url: Annotated[
+        str | None,
+        typer.Option(help="PostgreSQL database that several replicas share, instead of the file.", metavar="URL"),
+    ] = None,
     admin_key: AdminKeyOption = None,
     settings: SetOption = None,
 ) -> None:
@@ -65,7 +69,8 @@ def serve(
     resolved = load_config(
         config, settings or (),
         {"model.path": model, "engine.kind": engine, "engine.urls": engine_url, "router.host": host, "router.port": port,
-         "router.admin_key": admin_key, "buffer.path": buffer},
+         "router.admin_key": admin_key, "buffer.path": buffer,
+         "buffer.url": buffer_url},
     )  # fmt: skip
     path = resolved.buffer_path
     path.parent.mkdir(parents=True, exist_ok=True)

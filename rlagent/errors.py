@@ -20,6 +20,10 @@ class StoreError(RlagentError):
     """The data buffer refused or could not make a change durable."""
 
 
+class StoreUncertainError(StoreError):
+    """The database went away in the middle of a commit: the change may be stored or not."""
+
+
 class EngineError(RlagentError):
     """An engine is down, refused a request or answered something outside its protocol."""
 
@@ -54,6 +58,10 @@ class SandboxError(RlagentError):
 
 class ConflictError(StoreError):
     """The data buffer refused a change because of what it holds (a sealed session, a used key, an ended lease)."""
+
+
+class MovedError(ConflictError):
+    """The session was taken over by another replica of the router, or read again by this one, under the call."""
 
 
 class NotFoundError(StoreError):

@@ -1,7 +1,8 @@
 """The data buffer's face: async methods over durable transactions. The router and the learner's routes hold one Buffer.
 
 In the flow it stands between the router (which records calls) and the learner (which leases groups).
-Invariant: a method that returned is on disk, and one that raised changed nothing; the same across kill -9.
+Invariant: a method that returned is on disk, and one that raised changed nothing (StoreUncertainError: may have); the
+same across kill -9. What is kept in memory is read again when another replica says that it changed it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,35 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from rlagent.buffer import groups, leases, policies, sessions, status
 from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.database import EVERYTHING, QUEUE, SESSION, Database, Transaction
 from rlagent.buffer.leases import LeaseSlip, RestoreReport
 from rlagent.buffer.policies import Publish
+from rlagent.buffer.sharing import Sharing
+from rlagent.buffer.sqlite import SqliteDatabase
 from rlagent.buffer.status import BufferStatus
-from rlagent.buffer.store import Store, Transaction
+from rlagent.buffer.store import Store
 from rlagent.errors import StoreError
 from rlagent.trajectory import rows
 from rlagent.types import Call, Delivery, Lease, PolicyVersion, Reward, Session, SessionState, Trajectory
 
 T = TypeVar("T")
 
+# A waiting lease looks at the queue again at least so often: a notice of another replica may have been missed.
+LOOK_AGAIN_S: Final = 5.0
+
 
 class Buffer:
-    """The durable data buffer of one run. Made by `open`, ended by `close`; one process at a time."""
+    """The durable data buffer of one run. Made by `open`, ended by `close`.
+
+    A SQLite file is open in one process at a time, a PostgreSQL database in as many as like.
+    """
 
     def __init__(self, store: Store, config: BufferConfig, clock: Callable[[], float]) -> None:
         self._store = store
@@ -37,13 +49,15 @@ class Buffer:
         self._snapshot: PolicyVersion | None = None
         self._closing = False
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_session: Callable[[str], None] | None = None
+        self._sharing = Sharing(store, self._write_policy, self._hear)
 
     @classmethod
     async def open(cls, path: Path, config: BufferConfig, *, clock: Callable[[], float] = time.time) -> Buffer:
-        """Open or create the buffer at `path`. A publish that a dead process left under way is failed."""
-        buffer = cls(await Store.open(path), config, clock)
+        """Open or create the buffer at config.url, or else at `path`. A publish that a dead process left is failed."""
+        buffer = cls(await Store.open(partial(_database, path, config)), config, clock)
         try:
-            await buffer._write_policy(lambda tx: policies.fail_all(tx, "serve ended"))
+            await buffer._sharing.join(clock())
         except BaseException:
             await buffer.close()
             raise
@@ -57,7 +71,20 @@ class Buffer:
     async def close(self) -> None:
         """Commit what is pending and close the database. Leases that wait end with None."""
         self.stop_leasing()
+        await self._sharing.leave()
         await self._store.close()
+
+    def on_session(self, told: Callable[[str], None]) -> None:
+        """Call `told` with a session's id when another replica takes it over or seals it; "" may be any of them."""
+        self._on_session = told
+
+    def _hear(self, notice: str) -> None:
+        """Another replica says what it changed."""
+        word, _, session_id = notice.partition(" ")
+        if word in (QUEUE, EVERYTHING):
+            self._announce()
+        if word in (SESSION, EVERYTHING) and self._on_session is not None:
+            self._on_session(session_id)
 
     # Sessions and calls
 
@@ -65,10 +92,21 @@ class Buffer:
         """Make a new session durable. ConflictError if its id exists or its key was used."""
         await self._store.write(lambda tx: sessions.insert(tx, session, self._config))
 
-    async def record_call(self, call: Call) -> None:
-        """Make a call durable. ConflictError once the session is sealed."""
+    async def claim_session(self, session_id: str) -> tuple[Session | None, int]:
+        """Take an open session over: its calls are recorded from now on under the epoch that is answered."""
+        return await self._store.write(lambda tx: sessions.claim(tx, session_id), exclusive=False)
+
+    async def may_extend(self, session_id: str, epoch: int) -> bool:
+        """Whether a session is open, and nobody took it over since this epoch."""
+        return await self._store.read(lambda tx: sessions.is_open(tx, session_id, epoch))
+
+    async def record_call(self, call: Call, *, epoch: int = 0) -> None:
+        """Make a call durable. ConflictError once the session is sealed, MovedError once it has another epoch.
+
+        epoch: of the claim of the session; 0 for who opened it.
+        """
         values = sessions.encode(call)
-        await self._store.write(lambda tx: sessions.insert_call(tx, call, values))
+        await self._store.write(lambda tx: sessions.insert_call(tx, call, values, epoch=epoch), exclusive=False)
 
     def mark_delivered(self, call_id: str) -> None:
         """The agent has seen the end of the answer.
@@ -86,7 +124,7 @@ class Buffer:
 
     async def add_reward(self, session_id: str, reward: Reward) -> None:
         """Add to an open session's reward, component by component."""
-        await self._store.write(lambda tx: sessions.add_reward(tx, session_id, reward))
+        await self._store.write(lambda tx: sessions.add_reward(tx, session_id, reward), exclusive=False)
 
     async def finish_session(self, session_id: str, *, status: str, reward: Reward | None) -> Session:
         """Seal a session.
@@ -131,12 +169,14 @@ class Buffer:
         """End what is due: sessions past their time, groups past their deadline, leases past theirs."""
 
         def work(tx: Transaction) -> bool:
+            self._sharing.beat(tx, now)
             ready = sessions.expire(tx, now, self._config)
             ready |= groups.pass_deadlines(tx, now, self._config)
             return leases.expire(tx, now) or ready
 
         if await self._store.write(work):
             self._announce()
+        self._sharing.beaten(now)
 
     # The learner
 
@@ -154,11 +194,11 @@ class Buffer:
             slip = await self._store.write(self._take(num_groups, step))
             if slip is not None:
                 return await self._store.read(lambda tx, slip=slip: leases.contents(tx, slip))  # type: ignore[misc]
-            try:
-                async with asyncio.timeout_at(end):
-                    await asyncio.shield(changed)
-            except TimeoutError:
+            if loop.time() >= end:
                 break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(end, loop.time() + LOOK_AGAIN_S)):
+                    await asyncio.shield(changed)
         return None
 
     def _take(self, num_groups: int, step: int) -> Callable[[Transaction], LeaseSlip | None]:
@@ -202,9 +242,10 @@ class Buffer:
         same_weights: the parent's are sent again, after a resume; nothing becomes staler by it.
         """
         publish_id, now = f"publish-{uuid.uuid4().hex}", self._clock()
+        replica = self._store.database.replica
         return await self._store.write(
             lambda tx: policies.begin(
-                tx, publish_id=publish_id, step=step, parent=parent, now=now, same_weights=same_weights
+                tx, publish_id=publish_id, step=step, parent=parent, now=now, replica=replica, same_weights=same_weights
             )
         )
 
@@ -218,6 +259,23 @@ class Buffer:
     async def fail_publish(self, publish_id: str, reason: str) -> None:
         """Give a publish up; its number stays taken."""
         await self._store.write(lambda tx: policies.fail(tx, publish_id, reason))
+
+    def engines_held(self) -> AbstractAsyncContextManager[int | None]:
+        """Around a change of engines: no other replica changes them meanwhile. The version being published, if any."""
+        return self._sharing.engines_held()
+
+    async def policy_moved(self) -> None:
+        """Wait until another replica changed the current version, or what is being published."""
+        await self._sharing.policy_moved()
+
+    async def read_policy(self) -> PolicyVersion:
+        """The current version as the database has it now."""
+        await self._write_policy(lambda _tx: None)
+        return self.policy()
+
+    async def is_published(self, version: int) -> bool:
+        """Whether a version was committed."""
+        return await self._store.read(lambda tx: policies.is_published(tx, version))
 
     def policy(self) -> PolicyVersion:
         """The current version. StoreError before ensure_initial."""
@@ -246,9 +304,22 @@ class Buffer:
         return result
 
     def _mark(self, call_id: str, delivery: Delivery) -> None:
-        self._store.write_soon(lambda tx: sessions.mark(tx, call_id, delivery))
+        self._store.write_soon(lambda tx: sessions.mark(tx, call_id, delivery), exclusive=False)
 
     def _announce(self) -> None:
         """Wake every waiting lease: each looked at the queue before, and looks again."""
         changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
         changed.set_result(None)
+
+
+def _database(path: Path, config: BufferConfig) -> Database:
+    """Where the settings say that the data is."""
+    if config.url is None:
+        return SqliteDatabase(path)
+    try:
+        from rlagent.buffer.postgres import PostgresDatabase
+    except ImportError as error:
+        raise StoreError(
+            f"buffer.url names a PostgreSQL database, which needs psycopg ({error}); pip install 'rlagent-rl[postgres]'"
+        ) from error
+    return PostgresDatabase(config.url)

@@ -12,6 +12,11 @@ class BufferConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path | None = Field(None, description="the SQLite file; default: buffer.db in the run directory")
+    url: str | None = Field(
+        None,
+        pattern=r"^postgres(ql)?://",
+        description="postgresql://user@host/db: the database that several replicas of the router share, instead of the file",
+    )
     max_staleness: int = Field(1, ge=0, description="oldest token of a batch lags at most this many publishes")
     abandoned: Literal["use", "drop"] = Field("use", description="tokens of versions that a resume left behind")
     lease_s: float = Field(600.0, gt=0)

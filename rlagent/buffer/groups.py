@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Final
 
 from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.database import QUEUE, Transaction
 from rlagent.buffer.ledger import count
-from rlagent.buffer.store import Transaction
 from rlagent.errors import ConflictError, StoreError
 from rlagent.types import Session
 
@@ -152,6 +152,7 @@ def _queue(tx: Transaction, unit_id: str) -> None:
         "WHERE unit_id = ?",
         unit_id,
     )
+    tx.notify(QUEUE)
 
 
 def _bundle(tx: Transaction, config: BufferConfig) -> bool:

@@ -18,9 +18,9 @@ import orjson
 
 from rlagent.buffer import groups, policies, sessions
 from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.database import QUEUE, Transaction
 from rlagent.buffer.ledger import count
 from rlagent.buffer.records import SESSION_COLUMNS, decode_session
-from rlagent.buffer.store import Transaction
 from rlagent.errors import ConflictError, NotFoundError
 from rlagent.trajectory import rows
 from rlagent.types import Group, Lease, Reward, Rollout
@@ -147,6 +147,7 @@ def restore(tx: Transaction, *, cursor: int, version: int, now: float, config: B
             redelivered += 1
             units = tx.run("UPDATE units SET state = 'ready', reason = '' WHERE batch = ?", batch)
             count(tx, "group_delayed", "restored", units)
+    tx.notify(QUEUE)
     lineage = _numbers_of_lineage(tx, cursor)
     for lease_id, number in tx.rows("SELECT lease_id, consumption FROM leases WHERE state = 'consumed'"):
         if number not in lineage:
@@ -276,6 +277,7 @@ def _end(tx: Transaction, lease_id: str, reason: str) -> None:
     tx.run("UPDATE leases SET state = ? WHERE lease_id = ?", reason, lease_id)
     units = tx.run("UPDATE units SET state = 'ready', lease_id = NULL WHERE lease_id = ?", lease_id)
     count(tx, "group_delayed", reason, units)
+    tx.notify(QUEUE)
 
 
 def _numbers_of_lineage(tx: Transaction, cursor: int) -> set[int]:

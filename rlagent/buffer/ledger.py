@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlagent.buffer.store import Transaction
+from rlagent.buffer.database import Transaction
 
 # rollout_*: sessions that are trained on. group_*: groups, also bundles of ungrouped sessions.
 Event = Literal[

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rlagent.buffer.store import Row, Transaction
+from rlagent.buffer.database import POLICY, Row, Transaction
 from rlagent.errors import ConflictError, NotFoundError
 from rlagent.types import PolicyVersion
 
@@ -90,7 +90,7 @@ def ensure_initial(tx: Transaction, *, checksum: str, snapshot: str, now: float)
 
 
 def begin(
-    tx: Transaction, *, publish_id: str, step: int, parent: int, now: float, same_weights: bool = False
+    tx: Transaction, *, publish_id: str, step: int, parent: int, now: float, replica: str, same_weights: bool = False
 ) -> Publish:
     """Give out the next version number. ConflictError while another publish is under way."""
     above = tx.row("SELECT depth FROM policies WHERE version = ? AND state = 'committed'", parent)
@@ -107,15 +107,17 @@ def begin(
     assert newest is not None
     version = newest[0] + 1
     tx.run(
-        "INSERT INTO policies (version, parent, depth, step, publish_id, state, published_at) "
-        "VALUES (?, ?, ?, ?, ?, 'begun', ?)",
+        "INSERT INTO policies (version, parent, depth, step, publish_id, state, replica, published_at) "
+        "VALUES (?, ?, ?, ?, ?, 'begun', ?, ?)",
         version,
         parent,
         above[0] + (not same_weights),
         step,
         publish_id,
+        replica,
         now,
     )
+    tx.notify(POLICY)
     return Publish(publish_id=publish_id, version=version)
 
 
@@ -143,11 +145,13 @@ def fail(tx: Transaction, publish_id: str, reason: str) -> None:
         raise ConflictError(f"publish {publish_id} of version {version} is committed and cannot fail any more")
     if state == "begun":
         tx.run("UPDATE policies SET state = 'failed', reason = ? WHERE version = ?", reason, version)
+        tx.notify(POLICY)
 
 
 def fail_all(tx: Transaction, reason: str) -> None:
     """Give up what is under way."""
-    tx.run("UPDATE policies SET state = 'failed', reason = ? WHERE state = 'begun'", reason)
+    if tx.run("UPDATE policies SET state = 'failed', reason = ? WHERE state = 'begun'", reason):
+        tx.notify(POLICY)
 
 
 def current(tx: Transaction) -> PolicyVersion | None:
@@ -161,6 +165,7 @@ def set_current(tx: Transaction, version: int) -> None:
     tx.run(
         "INSERT INTO meta VALUES ('version', ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", str(version)
     )
+    tx.notify(POLICY)
 
 
 def get(tx: Transaction, version: int) -> PolicyVersion:
@@ -169,6 +174,11 @@ def get(tx: Transaction, version: int) -> PolicyVersion:
     if row is None:
         raise NotFoundError(f"version {version} was never published by this run's data buffer")
     return _decode(row)
+
+
+def is_published(tx: Transaction, version: int) -> bool:
+    """Whether a version of this number was committed."""
+    return tx.row("SELECT 1 FROM policies WHERE version = ? AND state = 'committed'", version) is not None
 
 
 def newest_snapshot(tx: Transaction) -> PolicyVersion | None:

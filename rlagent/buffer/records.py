@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from rlagent.buffer.blobs import pack, pack_arrays, unpack, unpack_arrays
-from rlagent.buffer.store import Row, Value
+from rlagent.buffer.database import Row, Value
 from rlagent.errors import StoreError
 from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
 

@@ -1,19 +1,23 @@
 """The tables of the data buffer, in data-flow order. SQL that SQLite and PostgreSQL both read.
 
 session -> calls -> (seal) -> unit (a group that is handed out) -> lease -> consumption; policies are the tree of
-published weights.
+published weights; replicas are the processes that share the database.
 
 Invariants: `units.position` is the order of completion and is never changed; `units.batch` is the number of the
 consumption that took the unit first, and is what keeps a redelivered batch together; `consumptions` is a tree
 (`parent`), whose head is in `meta`; `policies.version` and `consumptions.number` are never reused, because their rows
-are never deleted.
+are never deleted; `sessions.epoch` counts who took the session over, and only the last of them may extend it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
-SCHEMA_VERSION: Final = 1
+from rlagent.buffer.database import Connection, Database
+from rlagent.errors import StoreError
+
+SCHEMA_VERSION: Final = 2
 
 TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -36,7 +40,8 @@ TABLES: Final = (
         finish TEXT,
         member TEXT NOT NULL DEFAULT 'running',
         unit_id TEXT,
-        versions TEXT NOT NULL DEFAULT '[]'
+        versions TEXT NOT NULL DEFAULT '[]',
+        epoch INTEGER NOT NULL DEFAULT 0
     )""",
     "CREATE INDEX IF NOT EXISTS sessions_by_state ON sessions (state, expires_at)",
     "CREATE INDEX IF NOT EXISTS sessions_by_unit ON sessions (unit_id, member)",
@@ -97,10 +102,12 @@ TABLES: Final = (
         publish_id TEXT NOT NULL UNIQUE,
         state TEXT NOT NULL,
         reason TEXT NOT NULL DEFAULT '',
+        replica TEXT NOT NULL DEFAULT '',
         published_at DOUBLE PRECISION NOT NULL,
         checksum TEXT NOT NULL DEFAULT '',
         snapshot TEXT
     )""",
+    "CREATE TABLE IF NOT EXISTS replicas (replica TEXT PRIMARY KEY, seen_at DOUBLE PRECISION NOT NULL)",
     """CREATE TABLE IF NOT EXISTS ledger (
         event TEXT NOT NULL,
         reason TEXT NOT NULL,
@@ -108,3 +115,21 @@ TABLES: Final = (
         PRIMARY KEY (event, reason)
     )""",
 )
+
+
+def prepare(connection: Connection, database: Database) -> None:
+    """Make the tables where they are missing. StoreError if those that are there have another layout."""
+    try:
+        connection.begin_write(exclusive=True)
+        for statement in TABLES:
+            connection.execute(re.sub(r"\b[A-Z]+\b", lambda word: connection.types.get(word[0], word[0]), statement))
+        connection.execute("INSERT INTO meta VALUES ('schema', ?) ON CONFLICT DO NOTHING", (str(SCHEMA_VERSION),))
+        found = connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()[0]
+        connection.commit()
+    except database.error as error:
+        raise StoreError(f"cannot prepare the data buffer {database.name}: {error}") from error
+    if found != str(SCHEMA_VERSION):
+        raise StoreError(
+            f"the data buffer {database.name} has schema {found}, this rlagent reads {SCHEMA_VERSION}; use a new run "
+            "directory, or a new database"
+        )

@@ -1,7 +1,8 @@
 """Transactions on sessions and calls: open, record, deliver, reward, seal, expire.
 
 Invariant: once a session is sealed nothing about it changes any more (calls, delivery states, rewards), so its rows
-are the same whenever they are built, and the versions noted at the seal are those of its trained tokens.
+are the same whenever they are built, and the versions noted at the seal are those of its trained tokens. Calls are
+taken from the epoch that took the session over last, so two replicas never both extend it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import orjson
 
 from rlagent.buffer import groups
 from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.database import SESSION, Transaction, Value
 from rlagent.buffer.records import (
     CALL_COLUMNS,
     SESSION_COLUMNS,
@@ -24,8 +26,7 @@ from rlagent.buffer.records import (
     encode_session,
     marks,
 )
-from rlagent.buffer.store import Transaction, Value
-from rlagent.errors import ConflictError, NotFoundError, StoreError
+from rlagent.errors import ConflictError, MovedError, NotFoundError, StoreError
 from rlagent.trajectory import CallHead, kept_calls
 from rlagent.types import Call, Delivery, ParentRef, Reward, Session, SessionState
 
@@ -49,9 +50,28 @@ def insert(tx: Transaction, session: Session, config: BufferConfig) -> None:
     )
 
 
-def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...]) -> None:
-    """A call of an open session, whose parent is recorded and whose prompt length adds up."""
-    _need_open(tx, call.session_id)
+def claim(tx: Transaction, session_id: str) -> tuple[Session | None, int]:
+    """Take an open session over, and its new epoch: calls of an older epoch are refused from now on."""
+    session, epoch = _held(tx, session_id)
+    if session is not None and session.state == "open":
+        epoch += 1
+        tx.run("UPDATE sessions SET epoch = ? WHERE session_id = ?", epoch, session_id)
+        tx.notify(f"{SESSION} {session_id}")
+    return session, epoch
+
+
+def is_open(tx: Transaction, session_id: str, epoch: int) -> bool:
+    """Whether a session may still be extended by those who took it over at an epoch."""
+    return tx.row("SELECT state, epoch FROM sessions WHERE session_id = ?", session_id) == ("open", epoch)
+
+
+def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch: int) -> None:
+    """A call of an open session, whose parent is recorded and whose prompt length adds up. MovedError: another epoch."""
+    _, held = _need_open(tx, call.session_id)
+    if epoch != held:
+        raise MovedError(
+            f"session {call.session_id!r} was taken over while call {call.call_id} was made; send it again"
+        )
     length = len(call.prompt_suffix)
     if call.parent is not None:
         found = tx.row(
@@ -83,16 +103,17 @@ def mark(tx: Transaction, call_id: str, delivery: Delivery) -> None:
     Does nothing once the session is sealed, or for a call that was never recorded.
     """
     tx.run(
-        "UPDATE calls SET delivery = ? WHERE call_id = ? AND EXISTS "
-        "(SELECT 1 FROM sessions WHERE sessions.session_id = calls.session_id AND sessions.state = 'open')",
+        "UPDATE calls SET delivery = ? WHERE call_id = ? AND session_id IN (SELECT session_id FROM sessions "
+        f"WHERE session_id = (SELECT session_id FROM calls WHERE call_id = ?) AND state = 'open'{tx.for_update})",
         delivery,
+        call_id,
         call_id,
     )
 
 
 def add_reward(tx: Transaction, session_id: str, reward: Reward) -> None:
     """Add components and per-call rewards to those of an open session."""
-    session = _need_open(tx, session_id)
+    session, _ = _need_open(tx, session_id)
     _need_calls(tx, session_id, reward)
     total = encode_reward(add_rewards(session.reward, reward))
     tx.run("UPDATE sessions SET reward = ? WHERE session_id = ?", total, session_id)
@@ -106,7 +127,7 @@ def finish(
     The same body again gives the same answer; another is a ConflictError. Second: whether a unit became ready.
     """
     body = f"{status} {encode_reward(reward)}"
-    session = _need(tx, session_id)
+    session, _ = _need(tx, session_id)
     if session.state != "open":
         found = tx.row("SELECT finish FROM sessions WHERE session_id = ?", session_id)
         if found == (body,):
@@ -149,13 +170,14 @@ def seal(
         orjson.dumps(versions).decode(),
         session.session_id,
     )
+    tx.notify(f"{SESSION} {session.session_id}")
     return session, groups.place(tx, session, trainable=bool(versions), config=config)
 
 
 def expire(tx: Transaction, now: float, config: BufferConfig) -> bool:
     """Seal the open sessions whose time ran out. True if a unit became ready."""
     ready = False
-    where = "WHERE state = 'open' AND expires_at <= ? ORDER BY expires_at, session_id"
+    where = "WHERE state = 'open' AND expires_at <= ? ORDER BY expires_at, session_id" + tx.for_update
     for row in tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions {where}", now):
         ready |= seal(tx, decode_session(row), state="expired", status="expired", now=now, config=config)[1]
     return ready
@@ -163,7 +185,7 @@ def expire(tx: Transaction, now: float, config: BufferConfig) -> bool:
 
 def interrupt_open(tx: Transaction, now: float, config: BufferConfig) -> int:
     """Seal every open session as interrupted; how many."""
-    found = tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state = 'open'")
+    found = tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state = 'open' ORDER BY session_id{tx.for_update}")
     for row in found:
         seal(tx, decode_session(row), state="failed", status="interrupted", now=now, config=config)
     return len(found)
@@ -205,20 +227,26 @@ def encode(call: Call) -> tuple[Value, ...]:
     return encode_call(call)
 
 
-def _need(tx: Transaction, session_id: str) -> Session:
-    session = find(tx, session_id)
+def _held(tx: Transaction, session_id: str) -> tuple[Session | None, int]:
+    """A session and its epoch, which do not change until the end of this transaction."""
+    row = tx.row(f"SELECT {SESSION_COLUMNS}, epoch FROM sessions WHERE session_id = ?{tx.for_update}", session_id)
+    return (None, 0) if row is None else (decode_session(row), row[-1])
+
+
+def _need(tx: Transaction, session_id: str) -> tuple[Session, int]:
+    session, epoch = _held(tx, session_id)
     if session is None:
         raise NotFoundError(f"there is no session {session_id!r}")
-    return session
+    return session, epoch
 
 
-def _need_open(tx: Transaction, session_id: str) -> Session:
-    session = _need(tx, session_id)
+def _need_open(tx: Transaction, session_id: str) -> tuple[Session, int]:
+    session, epoch = _need(tx, session_id)
     if session.state != "open":
         raise ConflictError(
             f"session {session_id!r} is {session.state} ({session.status}) and takes nothing more; use a new session"
         )
-    return session
+    return session, epoch
 
 
 def _need_calls(tx: Transaction, session_id: str, reward: Reward) -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlagent.buffer import leases, ledger, policies
+from rlagent.buffer.database import Transaction
 from rlagent.buffer.ledger import LedgerEntry
-from rlagent.buffer.store import Transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,22 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from postgres_server import PostgresServer
+from stores import Place
 
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.errors import ConflictError
 from rlagent.types import Call, Choice, Reward, Sampling, Session, VersionSpan
 
-CONFIG = BufferConfig.model_validate({"max_staleness": 1, "lease_s": 100.0})
+SETTINGS = {"max_staleness": 1, "lease_s": 100.0}
 
 
 @dataclass
@@ -111,6 +119,7 @@ class BufferMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory(prefix="buffer-model-")
+        self.place = self.somewhere(Path(self.folder.name) / "b.db")
         self.runner = asyncio.Runner()
         self.now = 0.0
         self.model = Model()
@@ -118,12 +127,16 @@ class BufferMachine(RuleBasedStateMachine):
         self.checkpoints = [(0, 0)]
         self.ended: list[str] = []
 
+    def somewhere(self, path: Path) -> Place:
+        """Where the buffer has its data."""
+        return Place(path)
+
     @initialize()
     def start(self) -> None:
         self.buffer = self.runner.run(self.opened())
 
     async def opened(self) -> Buffer:
-        buffer = await Buffer.open(Path(self.folder.name) / "b.db", CONFIG, clock=lambda: self.now)
+        buffer = await self.place.open(clock=lambda: self.now, **SETTINGS)
         await buffer.ensure_initial(checksum="", snapshot="model")
         return buffer
 
@@ -267,3 +280,11 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBufferModel = BufferMachine.TestCase
 TestBufferModel.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_the_model_holds_in_postgresql(postgres: PostgresServer) -> None:
+    class PostgresMachine(BufferMachine):
+        def somewhere(self, path: Path) -> Place:
+            return Place(path, postgres.new_schema())
+
+    run_state_machine_as_test(PostgresMachine, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from stores import Place
 
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.errors import ConflictError, StoreError
 from rlagent.types import Call, Choice, Lease, Reward, Sampling, Session, VersionSpan
 
@@ -18,10 +17,10 @@ Opened = Callable[..., AbstractAsyncContextManager[Buffer]]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Opened:
+def opened(place: Place) -> Opened:
     @asynccontextmanager
     async def context(**settings: object) -> AsyncIterator[Buffer]:
-        buffer = await Buffer.open(tmp_path / "b.db", BufferConfig.model_validate(settings), clock=lambda: 10.0)
+        buffer = await place.open(clock=lambda: 10.0, **settings)
         await buffer.ensure_initial(checksum="", snapshot="model")
         yield buffer
         await buffer.close()

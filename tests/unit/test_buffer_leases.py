@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from stores import Place
 
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.errors import ConflictError, NotFoundError, StoreError
 from rlagent.types import Call, Choice, Lease, Reward, Sampling, Session, VersionSpan
 
@@ -28,15 +27,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def buffer(tmp_path: Path, clock: Clock) -> AsyncIterator[Buffer]:
-    buffer = await opened(tmp_path, clock)
+async def buffer(place: Place, clock: Clock) -> AsyncIterator[Buffer]:
+    buffer = await opened(place, clock)
     yield buffer
     await buffer.close()
 
 
-async def opened(tmp_path: Path, clock: Clock, **settings: object) -> Buffer:
-    config = BufferConfig.model_validate({"max_staleness": 1, "lease_s": 100.0, **settings})
-    buffer = await Buffer.open(tmp_path / "b.db", config, clock=clock)
+async def opened(place: Place, clock: Clock, **settings: object) -> Buffer:
+    buffer = await place.open(clock=clock, **{"max_staleness": 1, "lease_s": 100.0, **settings})
     await buffer.ensure_initial(checksum="", snapshot="model")
     return buffer
 
@@ -121,8 +119,8 @@ async def test_a_waiting_lease_is_woken_by_a_release(buffer: Buffer) -> None:
     assert found is not None
 
 
-async def test_a_waiting_lease_ends_when_the_buffer_closes(tmp_path: Path, clock: Clock) -> None:
-    buffer = await opened(tmp_path, clock)
+async def test_a_waiting_lease_ends_when_the_buffer_closes(place: Place, clock: Clock) -> None:
+    buffer = await opened(place, clock)
     waiting = asyncio.create_task(lease(buffer, 1, 30.0))
     await buffer.status()  # by now the lease has looked at the queue and waits
     await buffer.close()
@@ -263,8 +261,8 @@ async def test_abandoned_versions_lag_from_the_fork(buffer: Buffer) -> None:
     assert (await buffer.status()).count("group_dropped", "stale") == 1
 
 
-async def test_abandoned_versions_can_be_dropped(tmp_path: Path, clock: Clock) -> None:
-    buffer = await opened(tmp_path, clock, abandoned="drop")
+async def test_abandoned_versions_can_be_dropped(place: Place, clock: Clock) -> None:
+    buffer = await opened(place, clock, abandoned="drop")
     await publish(buffer)
     await add(buffer, "a", 1)
     await add(buffer, "b", 0)
@@ -293,15 +291,15 @@ async def test_a_redelivered_batch_that_became_too_old_is_passed_once(buffer: Bu
     assert (await train(buffer))[0] == ["b"]  # at version 0 it is fresh
 
 
-async def test_everything_survives_a_reopen(tmp_path: Path, clock: Clock) -> None:
-    buffer = await opened(tmp_path, clock)
+async def test_everything_survives_a_reopen(place: Place, clock: Clock) -> None:
+    buffer = await opened(place, clock)
     for name in "abc":
         await add(buffer, name)
     await train(buffer)
     held, names = await take(buffer)
     before = await buffer.status()
     await buffer.close()
-    buffer = await opened(tmp_path, clock)
+    buffer = await opened(place, clock)
     assert await buffer.status() == before
     assert names == ["b"]
     assert await buffer.consume(held.lease_id, step=1) == 2

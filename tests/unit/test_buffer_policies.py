@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from stores import Place
 
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.errors import ConflictError, NotFoundError, StoreError
 
 
-async def opened(tmp_path: Path) -> Buffer:
-    buffer = await Buffer.open(tmp_path / "b.db", BufferConfig(), clock=lambda: 7.0)
+async def opened(place: Place) -> Buffer:
+    buffer = await place.open(clock=lambda: 7.0)
     await buffer.ensure_initial(checksum="c0", snapshot="model")
     return buffer
 
@@ -22,8 +20,8 @@ async def publish(buffer: Buffer, parent: int, snapshot: str | None = None) -> i
     return (await buffer.commit_publish(begun.publish_id, checksum="c", snapshot=snapshot)).version
 
 
-async def test_the_model_directory_is_version_0_once(tmp_path: Path) -> None:
-    buffer = await Buffer.open(tmp_path / "b.db", BufferConfig())
+async def test_the_model_directory_is_version_0_once(place: Place) -> None:
+    buffer = await place.open()
     with pytest.raises(StoreError, match="no policy version yet"):
         buffer.policy()
     initial = await buffer.ensure_initial(checksum="c0", snapshot="model")
@@ -33,8 +31,8 @@ async def test_the_model_directory_is_version_0_once(tmp_path: Path) -> None:
     await buffer.close()
 
 
-async def test_a_number_is_never_reused(tmp_path: Path) -> None:
-    buffer = await opened(tmp_path)
+async def test_a_number_is_never_reused(place: Place) -> None:
+    buffer = await opened(place)
     begun = await buffer.begin_publish(step=1, parent=0)
     assert begun.version == 1
     assert buffer.policy().version == 0
@@ -44,15 +42,15 @@ async def test_a_number_is_never_reused(tmp_path: Path) -> None:
         await buffer.commit_publish(begun.publish_id, checksum="", snapshot=None)
     assert (await buffer.begin_publish(step=1, parent=0)).version == 2
     await buffer.close()  # with publish 2 under way
-    buffer = await opened(tmp_path)
+    buffer = await opened(place)
     assert buffer.policy().version == 0
     assert await publish(buffer, 0) == 3
     assert (await buffer.status()).newest_version == 3
     await buffer.close()
 
 
-async def test_one_publish_at_a_time_from_a_published_parent(tmp_path: Path) -> None:
-    buffer = await opened(tmp_path)
+async def test_one_publish_at_a_time_from_a_published_parent(place: Place) -> None:
+    buffer = await opened(place)
     with pytest.raises(NotFoundError, match="version 5 was never published"):
         await buffer.begin_publish(step=1, parent=5)
     begun = await buffer.begin_publish(step=1, parent=0)
@@ -67,8 +65,8 @@ async def test_one_publish_at_a_time_from_a_published_parent(tmp_path: Path) -> 
     await buffer.close()
 
 
-async def test_depth_and_the_newest_snapshot_follow_the_lineage(tmp_path: Path) -> None:
-    buffer = await opened(tmp_path)
+async def test_depth_and_the_newest_snapshot_follow_the_lineage(place: Place) -> None:
+    buffer = await opened(place)
     await publish(buffer, 0, "one")
     await publish(buffer, 1)
     assert (buffer.policy().version, buffer.policy().depth) == (2, 2)
@@ -83,7 +81,7 @@ async def test_depth_and_the_newest_snapshot_follow_the_lineage(tmp_path: Path) 
     assert await publish(buffer, 0) == 3
     assert buffer.policy().depth == 1
     await buffer.close()
-    buffer = await opened(tmp_path)
+    buffer = await opened(place)
     assert (buffer.policy().version, buffer.policy().depth) == (3, 1)
     with pytest.raises(NotFoundError, match="version 9 was never published"):
         await buffer.restore(cursor=0, version=9)

@@ -4,64 +4,34 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
+from stores import Place, make_call
 
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.errors import ConflictError, NotFoundError, StoreError
-from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
+from rlagent.types import Reward, Session
 
 SESSION = Session(session_id="s", key_hash="k", created_at=1.0, expires_at=50.0, metadata={"a": [1]})
 ONE = Reward(components={"correct": 1.0})
 
 
-def make_call(index: int, *, parent: str | None = None, prompt_len: int = 2, session_id: str = "s") -> Call:
-    return Call(
-        call_id=f"{session_id}.{index}",
-        session_id=session_id,
-        index=index,
-        dialect="chat",
-        model="policy",
-        parent=None if parent is None else ParentRef(call_id=parent, choice=0),
-        origin="fresh" if parent is None else "extended",
-        reason="",
-        prompt_suffix=np.array([1, 2], np.int32),
-        prompt_len=prompt_len,
-        choices=(
-            Choice(
-                output_ids=np.array([3, 4, 5], np.int32),
-                logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
-                versions=(VersionSpan(version=0, start=0, end=3),),
-                finish_reason="stop",
-            ),
-        ),
-        sampling=Sampling(),
-        messages=b"[1]",
-        served=b"[2]",
-        started_at=1.0,
-        finished_at=2.0,
-    )
-
-
 @pytest.fixture
-async def buffer(tmp_path: Path) -> AsyncIterator[Buffer]:
-    buffer = await Buffer.open(tmp_path / "b.db", BufferConfig(), clock=lambda: 10.0)
+async def buffer(place: Place) -> AsyncIterator[Buffer]:
+    buffer = await place.open(clock=lambda: 10.0)
     await buffer.ensure_initial(checksum="", snapshot="model")
     yield buffer
     await buffer.close()
 
 
-async def test_a_session_and_its_calls_survive_a_reopen(tmp_path: Path) -> None:
-    buffer = await Buffer.open(tmp_path / "b.db", BufferConfig())
+async def test_a_session_and_its_calls_survive_a_reopen(place: Place) -> None:
+    buffer = await place.open()
     await buffer.open_session(SESSION)
     await buffer.record_call(make_call(0))
     await buffer.record_call(make_call(1, parent="s.0", prompt_len=7))
     buffer.mark_delivered("s.0")
     await buffer.close()
-    buffer = await Buffer.open(tmp_path / "b.db", BufferConfig())
+    buffer = await place.open()
     assert await buffer.session("s") == SESSION == await buffer.session_by_key("k")
     assert await buffer.session("t") is None is await buffer.session_by_key("t")
     first, second = await buffer.calls("s")

@@ -100,6 +100,7 @@ class Loop:
         self._held_out = held_out
         self._display = display
         self._position = Position()
+        self._saving = False  # a checkpoint is being written beside the steps
         self._collector: Collector | None = None
 
     async def restore(self, *, resume: bool) -> None:
@@ -129,6 +130,7 @@ class Loop:
                 collecting = beside.create_task(self._collector.run())
             while self._position.step < steps:
                 await self._step()
+            await self._finish_save(wait=True)
             if collecting is not None:
                 collecting.cancel()
         await self._ranks.call("save_hf", self._run.model)
@@ -138,6 +140,7 @@ class Loop:
         watch, start = Stopwatch(), time.perf_counter()
         with watch.stage("rollout"):
             lease = await self._lease()
+        await self._finish_save(wait=False)
         packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
         metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch, version=self._position.version)
@@ -202,8 +205,20 @@ class Loop:
     async def _save(self) -> None:
         checkpoint = self._run.checkpoint(self._position.step)
         if not checkpoint.exists():
+            await self._finish_save(wait=True)
             position = {name: getattr(self._position, name) for name in ("step", "cursor", "version", "snapshot")}
-            await self._ranks.call("save", checkpoint, position)
+            await self._ranks.call("save", checkpoint, position, not self._config.checkpoint.asynchronous)
+            self._saving = self._config.checkpoint.asynchronous
+        if not self._saving:
+            self._prune()
+
+    async def _finish_save(self, *, wait: bool) -> None:
+        """Give the save that is being written its name, once it is on disk; only then may older ones go."""
+        if self._saving and await self._ranks.call("finish_save", wait) is not None:
+            self._saving = False
+            self._prune()
+
+    def _prune(self) -> None:
         kept = set() if self._position.snapshot is None else {Path(self._position.snapshot)}
         self._run.prune(keep=self._config.checkpoint.keep, snapshots=kept)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from rlagent.errors import CheckpointError
 
 MANIFEST: Final = "manifest.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 CHUNK_BYTES: Final = 1 << 20
 
 
@@ -34,8 +34,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds. `layout` and `model` must equal those of the learner that loads it; `extra` is the
-    loop's own.
+    """What a checkpoint holds. `model` must equal that of the learner that loads it; `layout` says how it is cut; `extra` is
+    the loop's own.
     """
 
     step: int

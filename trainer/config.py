@@ -106,8 +106,11 @@ class SyncConfig(_Part):
 class CheckpointConfig(_Part):
     """When the loop is saved, and how many saves are kept."""
 
-    every: int = Field(10, ge=1)
-    keep: int = Field(2, ge=1)
+    every: int = Field(10, ge=1, description="learner steps between saves")
+    keep: int = Field(2, ge=1, description="newest saves that are kept")
+    asynchronous: bool = Field(
+        True, description="write a save beside the following steps; false waits until it is on disk"
+    )
 
 
 class LearnerConfig(_Part):

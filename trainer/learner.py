@@ -31,7 +31,8 @@ from rlagent.trainer.model.architecture import read_architecture
 from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
 from rlagent.trainer.optimizer import PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
-from rlagent.trainer.snapshot import read_snapshot, write_snapshot
+from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
+from rlagent.trainer.weight_map import Rule, rules
 from rlagent.types import Batch, Float32Array
 
 
@@ -68,6 +69,7 @@ class Learner:
         self.plan = parallel.initialize(
             parallel_config, rank=rank, world_size=world_size, master_port=master_port, cuda=cuda, seed=seed
         )
+        self._snapshots = SnapshotWriter(self.plan)
         try:
             self._load()
         except BaseException:
@@ -184,30 +186,48 @@ class Learner:
     def _identity(self) -> dict[str, Any]:
         return {**asdict(self.arch), "dtype": self.config.dtype}
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write weights, optimizer, schedule and RNG with the loop's own `extra` (JSON). It appears whole or not at all."""
-        digest = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
-        tensors = self.optimizer.tensors()
-        write_snapshot(
+    def _parameters(self) -> dict[Rule, Tensor]:
+        """This rank's parameters by what they are."""
+        found = {
+            rule: weights.local_parameter(self.model.module, self.arch, rule, self.plan) for rule in rules(self.arch)
+        }
+        return {rule: parameter for rule, parameter in found.items() if parameter is not None}
+
+    def save(self, directory: Path, extra: dict[str, Any], *, wait: bool = True) -> None:
+        """Write weights, optimizer, schedule and RNG with the loop's own `extra` (JSON). It appears whole or not at all.
+
+        Without `wait` the state is copied and written beside the training; `finish_save` gives it its name.
+        """
+        states = self.optimizer.states()
+        self._snapshots.begin(
             directory,
-            self.plan,
-            tensors,
+            {rule: states[id(parameter)] for rule, parameter in self._parameters().items()},
             step=self.num_steps,
             model=self._identity(),
-            config_digest=digest,
+            config_digest=hashlib.sha256(self.config.model_dump_json().encode()).hexdigest(),
             extra=extra,
         )
+        if wait:
+            self._snapshots.finish()
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint that became whole now, if one did; `wait` for one that is being written."""
+        return self._snapshots.finish(wait=wait)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Restore a checkpoint and answer its `extra`. CheckpointError where it is damaged, or of another model or layout."""
-        manifest, tensors = read_snapshot(directory, self.plan, model=self._identity())
-        self.optimizer.restore(tensors)
-        self.num_steps = manifest.step
+        """Restore a checkpoint of any layout and answer its `extra`. CheckpointError where it is damaged, or of another model."""
+        reader = SnapshotReader(directory, self.arch, self.plan, model=self._identity())
+        parameters = self._parameters()
+        states = reader.states(parameters)
+        self.optimizer.restore({id(parameter): states[rule] for rule, parameter in parameters.items()})
+        torch.set_rng_state(reader.rng_state())
+        self.num_steps = reader.manifest.step
         dist.barrier()
-        return dict(manifest.extra)
+        return dict(reader.manifest.extra)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups. A save that was not finished is given up."""
+        self._snapshots.close()
         parallel.destroy()
 
     def __enter__(self) -> Self:

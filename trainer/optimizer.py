@@ -5,17 +5,18 @@ checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rlagent.errors import CheckpointError, LearnerError
+from rlagent.errors import LearnerError
 from rlagent.trainer.config import OptimizerConfig
 from rlagent.trainer.model import megatron
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+STEP: Final = "step"
+MOMENTS: Final = ("exp_avg", "exp_avg_sq", STEP)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -79,38 +80,39 @@ class PolicyOptimizer:
         self.inner.step()
         return norm
 
-    def _masters(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """(name, parameter that AdamW updates, its state) for each parameter; the fp32 copy where the model is bf16."""
-        states = {
+    def states(self) -> dict[int, dict[str, Tensor]]:
+        """What a resume needs of each parameter, by the id of the model's own parameter: the weights that AdamW updates
+        ("param"; the fp32 copy where the model is bf16), both moments and AdamW's step, where it has stepped.
+        """
+        inner = self._inner_states()
+        found: dict[int, dict[str, Tensor]] = {}
+        for parameter in self.model.module.parameters():
+            master = getattr(parameter, "main_param", parameter)
+            state = inner[id(master)][master]
+            found[id(parameter)] = {"param": master.detach()} | {key: state[key] for key in MOMENTS if key in state}
+        return found
+
+    def _inner_states(self) -> dict[int, dict[Tensor, dict[str, Tensor]]]:
+        """By the id of what AdamW updates, the state of the optimizer that holds it."""
+        return {
             id(parameter): part.optimizer.state
             for part in self.inner.chained_optimizers
             for group in part.optimizer.param_groups
             for parameter in group["params"]
         }
-        for name, parameter in self.model.module.named_parameters():
+
+    def restore(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Set what `states` gave, of the same shapes; the model's own (bf16) weights follow."""
+        inner = self._inner_states()
+        for parameter in self.model.module.parameters():
             master = getattr(parameter, "main_param", parameter)
-            yield name, master, states[id(master)][master]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resume needs: master weights, both moments, AdamW's own step of each parameter."""
-        found: dict[str, Tensor] = {}
-        for name, master, state in self._masters():
-            found[f"{name}/param"] = master.detach()
-            found |= {f"{name}/{key}": state[key] for key in MOMENTS if key in state}
-        return found
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Set what `tensors` gave; the model's own (bf16) weights follow."""
-        for name, master, state in self._masters():
-            saved = tensors.get(f"{name}/param")
-            if saved is None or saved.shape != master.shape:
-                raise CheckpointError(f"the checkpoint has no parameter {name!r} of shape {tuple(master.shape)}")
+            saved = states[id(parameter)]
             with torch.no_grad():
-                master.copy_(saved)
-            moments = {key: tensors[f"{name}/{key}"] for key in MOMENTS if f"{name}/{key}" in tensors}
-            state.update(
-                {key: value.clone() if key == "step" else value.to(master.device) for key, value in moments.items()}
-            )
+                master.copy_(saved["param"])
+            # AdamW counts steps in a tensor of each parameter's own: one that is shared would count them all.
+            state = inner[id(master)][master]
+            state.clear()
+            state |= {k: saved[k].clone() if k == STEP else saved[k].to(master.device) for k in MOMENTS if k in saved}
         for part in self.inner.chained_optimizers:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()

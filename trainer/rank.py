@@ -55,9 +55,13 @@ class Rank:
             for _ in weights:  # a push that failed midway: the other ranks still stand in the gather
                 pass
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint: model, optimizer, schedule, RNG, and `extra` (JSON)."""
-        self.learner.save(directory, extra)
+    def save(self, directory: Path, extra: dict[str, Any], wait: bool) -> None:
+        """Write a checkpoint: model, optimizer, schedule, RNG, and `extra` (JSON); without `wait` beside the training."""
+        self.learner.save(directory, extra, wait=wait)
+
+    def finish_save(self, wait: bool) -> Path | None:
+        """The checkpoint that became whole now, if one did."""
+        return self.learner.finish_save(wait=wait)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Restore a checkpoint; answers its `extra`."""

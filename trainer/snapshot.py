@@ -1,84 +1,194 @@
 """The learner's state on disk: one safetensors file for each tensor- and pipeline-parallel rank, under one manifest.
 
-Data- and context-parallel ranks hold the same state, so their number may change between save and load; tensor and pipeline may not.
+In the flow: the learner's `save` copies its state and goes on; threads write the files; `finish` gives the whole its name. Tensors are
+named by what they are in the Hugging Face model, so that any layout loads what any other saved: a rank reads the shards of a
+parameter, joins and cuts them again (`rlagent.trainer.weight_map`).
+Invariant: what is loaded is, bit for bit, what was saved; a save that did not end is never loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlagent.errors import CheckpointError
 from rlagent.trainer import checkpoint
+from rlagent.trainer.model.architecture import Architecture
+from rlagent.trainer.optimizer import MOMENTS, STEP
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.weight_map import Rule, join, split
+from rlagent.trainer.weights import stages_of
 
 RNG_TENSOR: Final = "rng/torch"
+# By rule, each local parameter's weights, moments and step.
+States = Mapping[Rule, Mapping[str, Tensor]]
 
 
-def _shard_name(plan: ParallelPlan) -> str:
-    return f"tensor{plan.tensor_rank}-pipeline{plan.pipeline_rank}.safetensors"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A save that is being written."""
+
+    directory: Path
+    written: Future[checkpoint.FileRecord] | None  # on ranks that write
+    manifest: checkpoint.Manifest  # without its files
+
+
+class SnapshotWriter:
+    """Writes saves beside the training, one at a time. Every method is called on all ranks in the same order."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: _Pending | None = None
+
+    def begin(
+        self,
+        directory: Path,
+        states: States,
+        *,
+        step: int,
+        model: Mapping[str, Any],
+        config_digest: str,
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Copy the state and start to write it; what was begun before is finished first."""
+        self.finish()
+        manifest = checkpoint.Manifest(
+            step=step, layout=_layout(self._plan), model=model, config_digest=config_digest, files=(), extra=extra
+        )
+        if self._plan.rank == 0:
+            checkpoint.write_manifest(checkpoint.begin(directory), manifest)  # refuses an `extra` that is no JSON
+        dist.barrier()
+        written = None
+        if self._plan.is_replica_leader:
+            path = checkpoint.partial_directory(directory) / _shard_name(
+                self._plan.tensor_rank, self._plan.pipeline_rank
+            )
+            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in _named(states)}
+            written = self._thread.submit(_write, path, copies | {RNG_TENSOR: torch.get_rng_state()})
+        self._pending = _Pending(directory=directory, written=written, manifest=manifest)
+
+    def finish(self, *, wait: bool = True) -> Path | None:
+        """Give a save that is written its name, and answer that; None if there is none, or (without `wait`) it is not written yet."""
+        pending = self._pending
+        if pending is None:
+            return None
+        ready = wait or pending.written is None or pending.written.done()
+        if not wait and not all(self._gather(ready)):
+            return None
+        self._pending = None
+        failure: BaseException | None = None
+        own = None
+        if pending.written is not None:
+            failure = pending.written.exception()
+            own = None if failure else pending.written.result()
+        found = self._gather(repr(failure) if failure else own)
+        broken = [each for each in found if isinstance(each, str)]
+        if broken:
+            raise CheckpointError(f"{pending.directory} could not be written: {'; '.join(broken)}") from failure
+        if self._plan.rank == 0:
+            files = tuple(each for each in found if each is not None)
+            whole = replace(pending.manifest, files=files)
+            checkpoint.write_manifest(checkpoint.partial_directory(pending.directory), whole)
+            checkpoint.commit(pending.directory)
+        dist.barrier()
+        return pending.directory
+
+    def close(self) -> None:
+        """End the thread. A save that was not finished has no name, and is removed by the next one of that name."""
+        self._thread.shutdown(wait=True)
+        self._pending = None
+
+    def _gather(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self._plan.world_size
+        dist.all_gather_object(found, own)
+        return found
+
+
+class SnapshotReader:
+    """One checkpoint, opened by a rank of any layout. Raises CheckpointError for damage, and for another model."""
+
+    def __init__(self, directory: Path, arch: Architecture, plan: ParallelPlan, *, model: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.manifest = checkpoint.read_manifest(directory)
+        if self.manifest.model != model:
+            raise CheckpointError(
+                f"{directory} is a checkpoint of another model or dtype than the one that is being trained"
+            )
+        self._arch, self._plan = arch, plan
+        self._files: dict[str, Any] = {}
+
+    def states(self, rules: Iterable[Rule]) -> dict[Rule, dict[str, Tensor]]:
+        """This rank's part of what was saved for each rule."""
+        return {rule: self._state(rule) for rule in rules}
+
+    def rng_state(self) -> Tensor:
+        """torch's RNG as this rank saved it; of the first rank, where the layout is another now."""
+        same = self.manifest.layout == _layout(self._plan)
+        found: Tensor = self._file(
+            self._plan.tensor_rank if same else 0, self._plan.pipeline_rank if same else 0
+        ).get_tensor(RNG_TENSOR)
+        return found
+
+    def _state(self, rule: Rule) -> dict[str, Tensor]:
+        size, stages = self.manifest.layout["tensor"], self.manifest.layout["pipeline"]
+        stage = stages_of(self._arch, rule, stages)[0]
+        files = [self._file(rank, stage) for rank in range(size)]
+        saved = set(files[0].keys())
+        keys = [key for key in ("param", *MOMENTS) if f"{_key(rule)}/{key}" in saved]
+        if "param" not in keys:
+            raise CheckpointError(f"{self.directory} has no weights of {_key(rule)!r}")
+        return {key: self._tensor(rule, key, files) for key in keys}
+
+    def _tensor(self, rule: Rule, key: str, files: Sequence[Any]) -> Tensor:
+        name = f"{_key(rule)}/{key}"
+        size, rank = self._plan.config.tensor, self._plan.tensor_rank
+        whole: Tensor
+        if key == STEP or rule.kind == "replicated":
+            whole = files[0].get_tensor(name)
+        elif size == len(files):
+            whole = files[rank].get_tensor(name)
+        else:
+            parts = join(self._arch, rule, [file.get_tensor(name) for file in files])
+            whole = split(self._arch, rule, parts, size=size, rank=rank)
+        return whole
+
+    def _file(self, tensor_rank: int, pipeline_rank: int) -> Any:
+        name = _shard_name(tensor_rank, pipeline_rank)
+        if name not in self._files:
+            path = checkpoint.checked_file(self.directory, self.manifest, name)
+            self._files[name] = safe_open(path, framework="pt")
+        return self._files[name]
+
+
+def _shard_name(tensor_rank: int, pipeline_rank: int) -> str:
+    return f"tensor{tensor_rank}-pipeline{pipeline_rank}.safetensors"
 
 
 def _layout(plan: ParallelPlan) -> dict[str, int]:
     return {"tensor": plan.config.tensor, "pipeline": plan.config.pipeline}
 
 
-def write_snapshot(
-    directory: Path,
-    plan: ParallelPlan,
-    tensors: Mapping[str, Tensor],
-    *,
-    step: int,
-    model: Mapping[str, Any],
-    config_digest: str,
-    extra: Mapping[str, Any],
-) -> None:
-    """Called on all ranks; each writes its tensors and torch's RNG, and rank 0 gives the whole its name."""
-    if plan.rank == 0:
-        checkpoint.begin(directory)
-    dist.barrier()
-    written = None
-    if plan.is_replica_leader:
-        path = checkpoint.partial_directory(directory) / _shard_name(plan)
-        own = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        save_file({**own, RNG_TENSOR: torch.get_rng_state()}, path)
-        written = checkpoint.record(path)
-    records: list[checkpoint.FileRecord | None] = [None] * plan.world_size
-    dist.all_gather_object(records, written)
-    if plan.rank == 0:
-        manifest = checkpoint.Manifest(
-            step=step,
-            layout=_layout(plan),
-            model=model,
-            config_digest=config_digest,
-            files=tuple(one for one in records if one is not None),
-            extra=extra,
-        )
-        checkpoint.write_manifest(checkpoint.partial_directory(directory), manifest)
-        checkpoint.commit(directory)
-    dist.barrier()
+def _key(rule: Rule) -> str:
+    """What a rule's parameter is called in a checkpoint: the first of the Hugging Face tensors that it is made of."""
+    return rule.hf[0]
 
 
-def read_snapshot(
-    directory: Path, plan: ParallelPlan, *, model: Mapping[str, Any]
-) -> tuple[checkpoint.Manifest, dict[str, Tensor]]:
-    """This rank's tensors; torch's RNG is set. Raises CheckpointError for damage, another model or another layout."""
-    manifest = checkpoint.read_manifest(directory)
-    if manifest.layout != _layout(plan):
-        raise CheckpointError(
-            f"{directory} was saved with parallel {dict(manifest.layout)}, not {_layout(plan)}; "
-            "set parallel.tensor and parallel.pipeline as they were, or start from its Hugging Face export"
-        )
-    if manifest.model != model:
-        raise CheckpointError(
-            f"{directory} is a checkpoint of another model or dtype than the one that is being trained"
-        )
-    tensors = load_file(checkpoint.checked_file(directory, manifest, _shard_name(plan)))
-    torch.set_rng_state(tensors.pop(RNG_TENSOR))
-    return manifest, tensors
+def _named(states: States) -> Iterator[tuple[str, Tensor]]:
+    for rule, state in states.items():
+        for key, tensor in state.items():
+            yield f"{_key(rule)}/{key}", tensor
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> checkpoint.FileRecord:
+    save_file(tensors, path)
+    return checkpoint.record(path)

@@ -59,7 +59,7 @@ def test_what_is_damaged_or_of_another_learner_is_refused(model_dir: Path, tmp_p
 
         manifest = json.loads((saved / checkpoint.MANIFEST).read_text())
         for changes, named in (
-            ({"layout": {"tensor": 2, "pipeline": 1}}, "saved with parallel"),
+            ({"layout": {"tensor": 2, "pipeline": 1}}, "holds no tensor1-pipeline0"),
             ({"model": {**manifest["model"], "vocab_size": 98}}, "another model"),
             ({"format": 9}, "format 9"),
         ):
@@ -86,3 +86,32 @@ def test_extra_content_that_is_not_json_leaves_no_checkpoint(model_dir: Path, tm
         with pytest.raises(CheckpointError, match="not JSON"):
             learner.save(tmp_path / "step-0", {"bad": object()})
         assert checkpoint.checkpoints(tmp_path) == []
+
+
+def test_a_save_beside_the_training_is_of_its_own_step(model_dir: Path, tmp_path: Path) -> None:
+    with make_learner(model_dir, config()) as learner:
+        steps(learner, 0, 1)
+        learner.save(tmp_path / "step-1", {"cursor": 1}, wait=False)
+        assert checkpoint.checkpoints(tmp_path) == []
+        norms = steps(learner, 1, 3)
+        learner.save(tmp_path / "step-3", {"cursor": 3}, wait=False)
+        assert checkpoint.checkpoints(tmp_path) == [tmp_path / "step-1"]
+        assert learner.finish_save(wait=True) == tmp_path / "step-3"
+        assert learner.finish_save(wait=True) is None
+        assert learner.load(tmp_path / "step-1") == {"cursor": 1}
+        assert steps(learner, 1, 3) == norms
+
+
+def test_a_save_that_cannot_be_written_is_said_and_has_no_name(model_dir: Path, tmp_path: Path) -> None:
+    with make_learner(model_dir, config()) as learner:
+        learner.save(tmp_path / "step-0", {}, wait=False)
+        learner.finish_save(wait=True)
+        learner.save(tmp_path / "step-1", {}, wait=False)
+        partial = checkpoint.partial_directory(tmp_path / "step-1")
+        learner._snapshots._thread.submit(lambda: None).result()  # it is written
+        (partial / SHARD).unlink()
+        (partial / checkpoint.MANIFEST).unlink()
+        partial.rmdir()
+        with pytest.raises(OSError, match="step-1"):
+            learner.finish_save(wait=True)
+        assert checkpoint.checkpoints(tmp_path) == [tmp_path / "step-0"]

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from learner_layouts import layout_name
+from learner_layouts import CONFIG, layout_batch, layout_name
 from safetensors.torch import load_file
-from tiny_models import free_ports, make_model
+from tiny_models import free_ports, make_learner, make_model
+
+from rlagent.trainer.learner import Learner
 
 SCRIPT = Path(__file__).parents[1] / "support" / "learner_layouts.py"
 LIMIT_S = 300
@@ -64,6 +66,10 @@ def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
     )
 
 
+def exported(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.export_weights()}
+
+
 def check(layouts: list[Layout], world: int, directory: Path, *, family: str, tied: bool) -> None:
     model_dir = directory / "model"
     make_model(family, model_dir, tied=tied)
@@ -72,6 +78,14 @@ def check(layouts: list[Layout], world: int, directory: Path, *, family: str, ti
     initial = load_file(model_dir / "model.safetensors")
     wanted: dict[str, Any] = torch.load(directory / "one.pt", weights_only=False)
     assert wanted["resumed"] == wanted["metrics"][1]["policy/grad_norm"]
+    with make_learner(model_dir, CONFIG) as learner:  # every layout's checkpoint in one process
+        for layout in layouts:
+            name = layout_name(layout)
+            found = torch.load(directory / f"{name}.pt", weights_only=False)
+            learner.load(directory / f"checkpoint-{name}")
+            assert difference(exported(learner), found["weights"][0], initial) == 0, name
+            learner.train_step(layout_batch())
+            assert difference(exported(learner), found["weights"][1], initial) < 2e-5, name
     for layout in layouts:
         name = layout_name(layout)
         found: dict[str, Any] = torch.load(directory / f"{name}.pt", weights_only=False)
@@ -83,6 +97,8 @@ def check(layouts: list[Layout], world: int, directory: Path, *, family: str, ti
             kept = {key: value for key, value in one.items() if key not in timed}
             assert kept == pytest.approx({key: other[key] for key in kept}, rel=1e-4, abs=1e-5), name
         assert found["resumed"] == found["metrics"][1]["policy/grad_norm"], name
+        assert difference(found["resharded"][0], wanted["weights"][0], initial) == 0, name
+        assert difference(found["resharded"][1], wanted["resharded"][1], initial) < 2e-5, name
         saved = load_file(directory / f"hf-{name}" / "model.safetensors")
         assert difference(saved, dict(sorted(wanted["weights"][1].items())), initial) < 1e-4, name
 

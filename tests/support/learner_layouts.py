@@ -14,9 +14,11 @@ from tiny_models import VOCAB, make_batch
 
 from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
+from rlagent.types import Batch
 
 STRAIGHT = OptimizerConfig(lr=1e3, eps=1e3, clip_grad=0)
 """With a large eps AdamW's first step moves a weight by its gradient, to 1e-3 of it, so that exported weights show gradients."""
+CONFIG = LearnerConfig(device="cpu", batch=BatchConfig(tokens=24), optimizer=STRAIGHT)
 LENGTHS = (7, 12, 3, 20, 1, 12, 24)
 
 
@@ -24,12 +26,17 @@ def layout_name(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sorted(layout.items())) or "one"
 
 
-def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
-    config = LearnerConfig(device="cpu", batch=BatchConfig(tokens=24), optimizer=STRAIGHT)
+def layout_batch() -> Batch:
+    """The batch that every layout trains on; its last microbatch has no sampled token."""
     batch = make_batch(lengths=LENGTHS, vocab=VOCAB)
-    batch.loss_mask[-24:] = False  # a microbatch without any sampled token
+    batch.loss_mask[-24:] = False
+    return batch
+
+
+def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
+    batch = layout_batch()
     learner = Learner(
-        config,
+        CONFIG,
         ParallelConfig(**layout),
         model_dir,
         rank=rank,
@@ -47,6 +54,10 @@ def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Pat
                 learner.save(out / f"checkpoint-{layout_name(layout)}", {})
         learner.load(out / f"checkpoint-{layout_name(layout)}")
         found["resumed"] = learner.train_step(batch)["policy/grad_norm"]
+        learner.load(out / "checkpoint-one")  # of another layout
+        found["resharded"] = [{name: tensor.clone() for name, tensor in learner.export_weights()}]
+        learner.train_step(batch)
+        found["resharded"].append({name: tensor.clone() for name, tensor in learner.export_weights()})
         learner.save_hf(out / f"hf-{layout_name(layout)}")
     if rank == 0:
         torch.save(found, out / f"{layout_name(layout)}.pt")

@@ -6,6 +6,7 @@ Heavy imports stand inside the commands, so that `--help` and `serve` start with
 import asyncio
 import json
 import shutil
+import signal
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rlagent.errors import LoadError, RlagentError
+from rlagent.errors import LoadError, RlagentError, Terminated
 
 app = typer.Typer(
     name="rlagent", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -235,6 +236,9 @@ def main() -> None:
     """Entry point: errors of the user's making are printed without a traceback."""
     try:
         app()
+    except* Terminated as group:
+        print(*_leaves(group), sep="\n", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     except* RlagentError as group:
         for error in _leaves(group):
             Console(stderr=True).print(f"[bold red]error[/] {type(error).__name__}: ", end="")

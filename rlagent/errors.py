@@ -48,6 +48,10 @@ class WeightSyncError(RlagentError):
     """An engine did not take, or does not hold, the weights that were published."""
 
 
+class Terminated(RlagentError):
+    """The run was asked to end (SIGTERM), and ended with a checkpoint."""
+
+
 class CheckpointError(RlagentError):
     """A checkpoint is torn, of another model, or of another run."""
 

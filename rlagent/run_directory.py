@@ -18,7 +18,8 @@ from rlagent.errors import ConfigError
 
 # Settings that may differ between a run and its resume: they change how, not what, is learned.
 _FREE_ON_RESUME: Final = ("run.steps", "run.dir", "eval.", "checkpoint.", "router.", "engine.", "rollout.workers",
-                          "rollout.concurrency", "rollout.timeout_s", "buffer.path", "buffer.url", "learner.threads")  # fmt: skip
+                          "rollout.concurrency", "rollout.timeout_s", "buffer.path", "buffer.url", "learner.threads",
+                          "parallel.")  # fmt: skip
 
 
 class RunDirectory:

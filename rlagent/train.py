@@ -8,6 +8,7 @@ served them; so a resume trains on every batch exactly once in the lineage of it
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -19,7 +20,7 @@ from rlagent.client import RouterClient
 from rlagent.collect import Collector
 from rlagent.config import Config
 from rlagent.display import Display
-from rlagent.errors import ConfigError, RlagentError
+from rlagent.errors import ConfigError, RlagentError, Terminated
 from rlagent.evaluate import evaluate
 from rlagent.launch.local import LocalRanks, RankSpec, free_port
 from rlagent.launch.rollout_pool import RolloutPool
@@ -37,7 +38,10 @@ _LEASE_POLL_S: Final = 20.0  # one long poll for a batch; between polls the disp
 async def train(
     config: Config, *, resume: bool = False, router_url: str | None = None, display: Display | None = None
 ) -> RunDirectory:
-    """Run the whole loop; the run's directory. Raises RlagentError for everything a user can mend."""
+    """Run the whole loop; the run's directory. Raises RlagentError for everything a user can mend.
+
+    SIGTERM ends it after the step under way, with a checkpoint, by Terminated.
+    """
     model_dir = config.model_dir
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"model.path {str(model_dir)!r} is not a Hugging Face model directory (no config.json there)")
@@ -45,6 +49,7 @@ async def train(
     held_out = [] if config.eval.tasks is None else read_tasks(config.eval.tasks)[: config.eval.num_tasks]
     run = RunDirectory.reopen(config) if resume else RunDirectory.create(config)
     async with AsyncExitStack() as stack:
+        terminated = stack.enter_context(_on_sigterm())
         display = stack.enter_context(display or Display())
         display.title(f"{run.path}: {model_dir.name}, {config.run.steps} steps")
         pool = None if config.rollout.function is None else await stack.enter_async_context(_rollout_pool(config, run))
@@ -53,7 +58,7 @@ async def train(
         await client.health()
         ranks = await stack.enter_async_context(LocalRanks(_rank_spec(config), run.logs))
         run.begin(config)
-        loop = Loop(config, run, client, ranks, pool, held_out, display)
+        loop = Loop(config, run, client, ranks, pool, held_out, display, terminated)
         await loop.restore(resume=resume)
         await loop.run(tasks)
     return run
@@ -90,7 +95,7 @@ class Loop:
 
     def __init__(
         self, config: Config, run: RunDirectory, client: RouterClient, ranks: LocalRanks, pool: RolloutPool | None,
-        held_out: list[Task], display: Display,
+        held_out: list[Task], display: Display, terminated: asyncio.Event,
     ) -> None:  # fmt: skip
         self._config = config
         self._run = run
@@ -99,6 +104,7 @@ class Loop:
         self._pool = pool
         self._held_out = held_out
         self._display = display
+        self._terminated = terminated
         self._position = Position()
         self._saving = False  # a checkpoint is being written beside the steps
         self._collector: Collector | None = None
@@ -128,11 +134,18 @@ class Loop:
             if self._pool is not None:
                 self._collector = self._make_collector(self._pool, tasks)
                 collecting = beside.create_task(self._collector.run())
-            while self._position.step < steps:
+            while self._position.step < steps and not self._terminated.is_set():
                 await self._step()
-            await self._finish_save(wait=True)
             if collecting is not None:
                 collecting.cancel()
+            if self._position.step < steps:
+                await self._save()
+            await self._finish_save(wait=True)
+        if self._position.step < steps:
+            raise Terminated(
+                f"the run was ended by SIGTERM after step {self._position.step} of {steps}; its checkpoint is saved, "
+                "--resume goes on"
+            )
         await self._ranks.call("save_hf", self._run.model)
         plot_reward(self._run.read_metrics(), self._run.reward_plot)
 
@@ -140,6 +153,8 @@ class Loop:
         watch, start = Stopwatch(), time.perf_counter()
         with watch.stage("rollout"):
             lease = await self._lease()
+        if lease is None:
+            return
         await self._finish_save(wait=False)
         packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
@@ -173,7 +188,19 @@ class Loop:
         self._run.write_metrics(self._position.step, metrics)
         self._display.stepped({"step": self._position.step, **metrics})
 
-    async def _lease(self) -> Lease:
+    async def _lease(self) -> Lease | None:
+        """A batch, however long it takes; None when the run is to end first."""
+        terminated = asyncio.create_task(self._terminated.wait())
+        leasing = asyncio.create_task(self._lease_batch())
+        try:
+            await asyncio.wait({leasing, terminated}, return_when=asyncio.FIRST_COMPLETED)
+            return leasing.result() if leasing.done() else None  # one that is granted still is offered again
+        finally:
+            for task in (leasing, terminated):
+                task.cancel()
+            await asyncio.wait({leasing, terminated})
+
+    async def _lease_batch(self) -> Lease:
         batch = self._config.learner.batch
         while True:
             self._display.state(f"step {self._position.step + 1}: waiting for {batch.groups} groups")
@@ -243,6 +270,18 @@ class Loop:
 
     def _context(self) -> int:
         return model_context(self._config.model_dir)
+
+
+@contextmanager
+def _on_sigterm() -> Iterator[asyncio.Event]:
+    """Set by the signal that schedulers send before they kill."""
+    terminated = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, terminated.set)
+    try:
+        yield terminated
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def model_context(model_dir: Path) -> int:

@@ -55,7 +55,7 @@ def test_two_learner_processes_run_the_same_loop(tmp_path: Path, layout: str) ->
 
 def test_a_killed_run_resumes_and_consumes_exactly_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = ("run.steps=8", "checkpoint.every=2")
+    settings = ("run.steps=8", "checkpoint.every=2", "checkpoint.asynchronous=false")
     with subprocess.Popen(
         demo.train_command(run, *settings),
         stdout=subprocess.PIPE,
@@ -83,6 +83,32 @@ def test_a_killed_run_resumes_and_consumes_exactly_once(tmp_path: Path) -> None:
     for name in ("data/num_tokens", "data/num_sampled", "reward/mean"):
         assert first[name] == again[name], name
     assert first["policy/grad_norm"] == pytest.approx(again["policy/grad_norm"], rel=1e-5)
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("run.steps=50", "checkpoint.every=100")
+    with subprocess.Popen(
+        demo.train_command(run, *settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=demo.environ(),
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step    2"):
+                process.terminate()
+                break
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in error
+    done = demo.metrics(run)[-1]["step"]
+    assert f"after step {done} of 50" in error
+    assert (run / "checkpoints" / f"step-{done:06d}" / "manifest.json").exists()
+    output = demo.train(run, f"run.steps={done + 1}", "checkpoint.every=100", resume=True)
+    assert f"resumed after step {done}: " in output
+    assert demo.metrics(run)[-1]["step"] == done + 1
 
 
 def test_a_run_directory_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -20,8 +21,9 @@ from rlagent.router import learner_api, metrics, policy_api
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.balance import Pool
 from rlagent.router.chat_template import TemplateError
-from rlagent.router.completions_api import SESSION_HEADER, CompletionsApi
+from rlagent.router.completions_api import DIALECT_KEY, SESSION_HEADER, CompletionsApi
 from rlagent.router.config import RouterConfig
+from rlagent.router.dialects import DIALECTS
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSessions
 from rlagent.router.policy import Policies
@@ -30,6 +32,7 @@ from rlagent.router.sessions_api import SessionsApi
 from rlagent.router.tokenizer import Tokenizer
 
 _log: Final = logging.getLogger(__name__)
+_PATHS: Final = ", ".join(f"/v1/{dialect.path}" for dialect in DIALECTS)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -99,34 +102,44 @@ def _metrics(parts: Parts) -> Handler:
 
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every answer names its session; every failure has OpenAI's shape."""
+    """Every answer names its session; every failure has the shape that its dialect's SDK reads."""
     try:
         response = await handler(request)
     except asyncio.CancelledError:
         raise
     except web.HTTPException as error:
-        response = _http_error(request, error).response()
+        response = _refusal(request, _http_error(request, error))
     except (ApiError, TemplateError, RlagentError) as error:
         failure = to_api_error(error)
         if failure.status >= 500:
             _log.warning("%s %s: %s", request.method, request.path, error)
-        response = failure.response()
+        response = _refusal(request, failure)
     except ConnectionError:
         raise  # the agent went away: there is nobody to answer
     except Exception:  # our own bug: the agent gets an error of the right shape, the log gets the traceback
         _log.exception("%s %s", request.method, request.path)
         failure = ApiError(500, "internal error of the router; see its log", kind="server_error", code="internal")
-        response = failure.response()
+        response = _refusal(request, failure)
     session_id = request.get(SESSION_KEY)
     if session_id is not None and not response.prepared:
         response.headers[SESSION_HEADER] = session_id
     return response
 
 
+def _refusal(request: web.Request, failure: ApiError) -> web.Response:
+    """The error in the shape of the dialect that was spoken, with an id that a user can quote."""
+    dialect = request.get(DIALECT_KEY)
+    if dialect is None:
+        return failure.response()
+    response = failure.response(dialect.error(failure))
+    response.headers[dialect.request_id] = f"req_{uuid.uuid4().hex}"
+    return response
+
+
 def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     where = f"{request.method} {request.path}"
     if isinstance(error, web.HTTPNotFound):
-        message = f"unknown path {where}; agents use /v1/chat/completions and /v1/models"
+        message = f"unknown path {where}; agents use {_PATHS} and /v1/models"
         return ApiError(404, message, code="unknown_url", retry=False)
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))

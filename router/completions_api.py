@@ -1,4 +1,4 @@
-"""The agents' HTTP routes: chat completions and models, by the session's path or by its key.
+"""The agents' HTTP routes: completions in every dialect, and models, by the session's path or by its key.
 
 In the flow: the first and last code that an agent's call meets. Invariant: the last byte of an answer leaves after the
 call is committed, and its delivery is noted after the last byte left.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import orjson
@@ -17,9 +17,10 @@ from aiohttp import web
 from rlagent.errors import RlagentError
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.config import RouterConfig
-from rlagent.router.dialects import chat
+from rlagent.router.dialects import DIALECTS
 from rlagent.router.dialects.ask import Ask
-from rlagent.router.dialects.chat_answer import DONE, ChunkWriter, completion, error_event
+from rlagent.router.dialects.dialect import Begun, Dialect, StreamWriter
+from rlagent.router.dialects.served import events_of, served
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSession
 from rlagent.router.parse import Event
@@ -30,6 +31,8 @@ from rlagent.types import Call
 
 SESSION_HEADER: Final = "x-rlagent-session"
 _STREAM_HEADERS: Final = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+# The dialect that a request is answered in; errors take its shape.
+DIALECT_KEY: Final = web.RequestKey("dialect", Dialect)
 _Piece = tuple[int, Sequence[Event]]
 
 
@@ -47,28 +50,34 @@ class CompletionsApi:
         """Each path twice: named by the session, and by the key."""
         return [
             route
-            for prefix in ("", "/sessions/{session_id}")
+            for prefix in ("/v1", "/sessions/{session_id}/v1")
             for route in (
-                web.post(f"{prefix}/v1/chat/completions", self.chat),
-                web.get(f"{prefix}/v1/models", self.models),
-                web.get(f"{prefix}/v1/models/{{model}}", self.model),
+                *(web.post(f"{prefix}/{dialect.path}", self._handler(dialect)) for dialect in DIALECTS),
+                web.get(f"{prefix}/models", self.models),
+                web.get(f"{prefix}/models/{{model}}", self.model),
             )
         ]
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            request[DIALECT_KEY] = dialect
+            return await self.complete(request, dialect)
+
+        return handle
+
+    async def complete(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        """One completion, whole or streamed."""
         live = await self._session(request)
         with live.answering():
-            ask = chat.parse(await request.read(), request.headers)
+            ask = dialect.parse(await request.read(), request.headers)
             decision = self._recorder.decide(live, ask)
             if ask.stream:
-                return await self._stream(request, live, ask, decision)
+                return await self._stream(request, dialect, live, ask, decision)
             flight, _ = self._recorder.begin(live, ask, decision, None)
             call = await self._recorder.join(live, flight)
-            body = orjson.dumps(completion(call, self._tokenizer, logprobs=ask.logprobs))
-            response = web.Response(
-                body=body, content_type="application/json", headers=_headers(call.call_id, decision)
-            )
+            body = orjson.dumps(dialect.answer(call, ask, self._tokenizer))
+            headers = _headers(call.call_id, decision, dialect)
+            response = web.Response(body=body, content_type="application/json", headers=headers)
             return await self._deliver(request, live, call, response)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -114,7 +123,7 @@ class CompletionsApi:
         return response
 
     async def _stream(
-        self, request: web.Request, live: LiveSession, ask: Ask, decision: Decision
+        self, request: web.Request, dialect: Dialect, live: LiveSession, ask: Ask, decision: Decision
     ) -> web.StreamResponse:
         """Send an answer as it is sampled. What fails before the first token is answered as an error."""
         pieces: asyncio.Queue[_Piece | None] = asyncio.Queue()  # bounded by the call's max_tokens
@@ -125,15 +134,23 @@ class CompletionsApi:
             first = await pieces.get()
             if first is None:
                 await waiting
-            writer = ChunkWriter(flight.call_id, flight.started_at, ask)
-            response = web.StreamResponse(headers=_headers(flight.call_id, decision) | _STREAM_HEADERS)
+            writer = dialect.stream(
+                Begun(
+                    call_id=flight.call_id,
+                    started_at=flight.started_at,
+                    prompt_len=flight.prompt_len,
+                    ask=ask,
+                    tokenizer=self._tokenizer,
+                )
+            )
+            response = web.StreamResponse(headers=_headers(flight.call_id, decision, dialect) | _STREAM_HEADERS)
             response.headers[SESSION_HEADER] = live.session.session_id
             await response.prepare(request)
-            await response.write(writer.opening(ask.n))
+            await response.write(writer.opening())
             call = await self._send(response, writer, pieces, first, waiting)
             if call is not None:
-                replayed = b"" if own else writer.replay(call)
-                await response.write(replayed + writer.closing(call, self._tokenizer, logprobs=ask.logprobs) + DONE)
+                replayed = b"" if own else _replay(writer, call)
+                await response.write(replayed + writer.closing(call))
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
@@ -150,7 +167,7 @@ class CompletionsApi:
     @staticmethod
     async def _send(
         response: web.StreamResponse,
-        writer: ChunkWriter,
+        writer: StreamWriter,
         pieces: asyncio.Queue[_Piece | None],
         piece: _Piece | None,
         waiting: asyncio.Task[Call],
@@ -162,12 +179,17 @@ class CompletionsApi:
         try:
             return await waiting
         except (RlagentError, ApiError) as error:
-            await response.write(error_event(to_api_error(error).body))
+            await response.write(writer.failure(to_api_error(error)))
             return None
 
 
-def _headers(call_id: str, decision: Decision) -> dict[str, str]:
-    headers = {"x-rlagent-call": call_id, "x-request-id": call_id}
+def _replay(writer: StreamWriter, call: Call) -> bytes:
+    """All deltas of a call that was made before."""
+    return b"".join(writer.deltas(number, events_of(message)) for number, message in enumerate(served(call)))
+
+
+def _headers(call_id: str, decision: Decision, dialect: Dialect) -> dict[str, str]:
+    headers = {"x-rlagent-call": call_id, dialect.request_id: call_id}
     if decision.overridden:
         headers["x-rlagent-overridden"] = ", ".join(decision.overridden)
     return headers

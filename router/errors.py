@@ -5,6 +5,8 @@ Invariant: an agent's SDK retries exactly where a retry can help (`x-should-retr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import orjson
 from aiohttp import web
 
@@ -42,12 +44,11 @@ class ApiError(Exception):
         """The JSON of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> web.Response:
-        """The whole answer."""
+    def response(self, body: Mapping[str, object] | None = None) -> web.Response:
+        """The whole answer; `body` is that of another dialect than OpenAI's."""
         headers = {} if self.retry is None else {"x-should-retry": "true" if self.retry else "false"}
-        return web.Response(
-            status=self.status, body=orjson.dumps(self.body), content_type="application/json", headers=headers
-        )
+        content = orjson.dumps(self.body if body is None else body)
+        return web.Response(status=self.status, body=content, content_type="application/json", headers=headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -36,6 +36,7 @@ class Flight:
 
     call_id: str
     started_at: float
+    prompt_len: int
     future: asyncio.Future[Call]
     waiters: int = 0
 

@@ -87,14 +87,21 @@ class Recorder:
                 self.counts["retries", "replayed"] += 1
                 future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
                 future.set_result(done)
-                return Flight(call_id=done.call_id, started_at=done.started_at, future=future), False
+                return Flight(
+                    call_id=done.call_id, started_at=done.started_at, prompt_len=done.prompt_len, future=future
+                ), False
             running = live.flights.get(ask.body_digest)
             if running is not None:
                 self.counts["retries", "joined"] += 1
                 return running, False
         prepared = self._prepare(live, ask, decision)
         task = asyncio.create_task(self._make(live, prepared, on_events))
-        flight = Flight(call_id=prepared.call_id, started_at=prepared.started_at, future=task)
+        flight = Flight(
+            call_id=prepared.call_id,
+            started_at=prepared.started_at,
+            prompt_len=len(prepared.plan.ids),
+            future=task,
+        )
         live.flights[ask.body_digest] = flight
         live.tasks.add(task)
         task.add_done_callback(lambda _: self._landed(live, ask.body_digest, flight))
@@ -133,7 +140,7 @@ class Recorder:
         sampling = replace(decision.sampling, max_tokens=min(decision.sampling.max_tokens, room))
         self._count(ask, decision, found)
         return Prepared(
-            call_id=f"chatcmpl-{uuid.uuid4().hex}",
+            call_id=f"{ask.id_prefix}{uuid.uuid4().hex}",
             index=live.forest.take_index(),
             started_at=time.time(),
             ask=ask,

@@ -15,6 +15,7 @@ class Ask:
     """One completion request. `ignored` are fields that are recorded and have no effect here."""
 
     dialect: str
+    id_prefix: str = "chatcmpl-"  # of the call's id, as the dialect's own servers mint it
     model: str
     conversation: Conversation
     asked: Asked

@@ -9,22 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rlagent.router.conversation import Conversation, Message, Role, ToolCall, digest
 from rlagent.router.dialects.ask import Ask
+from rlagent.router.dialects.body import (
+    OTHER_SAMPLING,
+    Body,
+    ignored,
+    read_body,
+    read_retry_count,
+    read_stops,
+    read_template_args,
+    refuse,
+)
 from rlagent.router.errors import invalid
 from rlagent.router.sampling import Asked
 
-# OpenAI's own limits.
-MAX_STOPS: Final = 4
+# OpenAI's own limit.
 MAX_CHOICES: Final = 128
 _ROLES: Final[dict[str, Role]] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"
 }  # fmt: skip
-_RESERVED_ARGS: Final = ("messages", "tools", "documents", "add_generation_prompt")
-_OTHER_SAMPLING: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 _REFUSED: Final = {
     "logit_bias": "it would change the distribution that is trained on; leave it out",
     "audio": "the policy is a text model; leave it out",
@@ -35,11 +41,7 @@ _REFUSED: Final = {
 }
 
 
-class _Body(BaseModel):
-    """The fields that have an effect; `model_extra` holds the others."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
-
+class _Body(Body):
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -68,13 +70,9 @@ class _Body(BaseModel):
 
 def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     """A request's body as an Ask. ApiError names the field and what to do."""
-    body = _body(content)
+    body = read_body(_Body, content)
     _check(body)
     tools = body.tools or []
-    args = body.chat_template_kwargs or {}
-    for name in _RESERVED_ARGS:
-        if name in args:
-            raise invalid(f"chat_template_kwargs.{name} is set by the router; leave it out", "chat_template_kwargs")
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
     return Ask(
         dialect="chat",
@@ -82,7 +80,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
         conversation=Conversation(
             messages=tuple(_message(found, index) for index, found in enumerate(body.messages)),
             tools=tuple(tools),
-            template_args=args,
+            template_args=read_template_args(body.chat_template_kwargs),
         ),
         asked=Asked(
             temperature=body.temperature,
@@ -90,41 +88,23 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
             top_k=body.top_k,
             seed=body.seed,
             max_tokens=min(limits, default=None),
-            stop=_stops(body.stop),
-            other={name: value for name in _OTHER_SAMPLING if (value := getattr(body, name)) is not None},
+            stop=read_stops(body.stop),
+            other={name: value for name in OTHER_SAMPLING if (value := getattr(body, name)) is not None},
         ),
         n=body.n or 1,
         tools=bool(tools) and body.tool_choice != "none",
         stream=bool(body.stream),
         include_usage=bool((body.stream_options or {}).get("include_usage")),
         logprobs=bool(body.logprobs),
-        ignored={name: value for name, value in (body.model_extra or {}).items() if value is not None},
+        ignored=ignored(body),
         body_digest=digest(content),
-        retry_count=_count(headers.get("x-stainless-retry-count")),
+        retry_count=read_retry_count(headers),
     )
-
-
-def _body(content: bytes) -> _Body:
-    try:
-        found = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"the body is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise invalid(f"the body is a JSON {type(found).__name__}, not an object")
-    try:
-        return _Body.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.200})"
-        raise invalid(f"{name}: {first['msg']}{given}", str(first["loc"][0])) from error
 
 
 def _check(body: _Body) -> None:
     """Refuse what is known and cannot be honoured."""
-    for name, why in _REFUSED.items():
-        if (body.model_extra or {}).get(name):
-            raise invalid(f"{name} is not supported: {why}", name)
+    refuse(body, _REFUSED)
     if body.top_logprobs:
         raise invalid(
             "top_logprobs is not supported: only the sampled token's logprob is kept; use logprobs", "top_logprobs"
@@ -202,14 +182,3 @@ def _tool_call(found: Any, where: str) -> ToolCall:
     if not (isinstance(call.call_id, str) and isinstance(call.name, str) and isinstance(call.arguments, str)):
         raise invalid(f"{where}: id, name and arguments are strings (arguments is JSON text)", "messages")
     return call
-
-
-def _stops(found: str | list[str] | None) -> tuple[str, ...]:
-    stops = (found,) if isinstance(found, str) else tuple(found or ())
-    if len(stops) > MAX_STOPS or not all(stops):
-        raise invalid(f"stop takes at most {MAX_STOPS} strings, none of them empty", "stop")
-    return stops
-
-
-def _count(header: str | None) -> int:
-    return int(header) if header is not None and header.isdecimal() else 0

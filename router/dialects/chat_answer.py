@@ -1,27 +1,26 @@
-"""OpenAI chat completions, the answer: a recorded call as one object, or as the chunks of a stream.
-
-Invariant: an answer is a function of the recorded call alone, so that a retry gets the same one.
-"""
+"""OpenAI chat completions, the answer: a recorded call as one object, or as the chunks of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
 from rlagent.router.conversation import Message, ToolCall
 from rlagent.router.dialects.ask import Ask
+from rlagent.router.dialects.dialect import Begun, Json
+from rlagent.router.dialects.served import num_reasoning, num_sampled, served
+from rlagent.router.errors import ApiError
 from rlagent.router.parse import Event, Text, Thought
 from rlagent.router.reader import visible_ids
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Call, Choice
 
-Json = dict[str, Any]
 DONE: Final = b"data: [DONE]\n\n"
 
 
-def completion(call: Call, tokenizer: Tokenizer, *, logprobs: bool) -> Json:
+def completion(call: Call, ask: Ask, tokenizer: Tokenizer) -> Json:
     """A `chat.completion` object."""
     return {
         "id": call.call_id,
@@ -32,65 +31,66 @@ def completion(call: Call, tokenizer: Tokenizer, *, logprobs: bool) -> Json:
             {
                 "index": number,
                 "message": _message(message),
-                "logprobs": _logprobs(choice, tokenizer) if logprobs else None,
+                "logprobs": _logprobs(choice, tokenizer) if ask.logprobs else None,
                 "finish_reason": _finish_reason(choice, message),
             }
             for number, (choice, message) in enumerate(zip(call.choices, served(call), strict=True))
         ],
-        "usage": usage(call),
+        "usage": usage(call, tokenizer),
     }
 
 
-def usage(call: Call) -> Json:
+def usage(call: Call, tokenizer: Tokenizer) -> Json:
     """Token counts. Completion tokens are those sampled, stop token included."""
-    sampled = sum(len(choice.output_ids) for choice in call.choices)
-    return {"prompt_tokens": call.prompt_len, "completion_tokens": sampled, "total_tokens": call.prompt_len + sampled}
-
-
-def served(call: Call) -> list[Message]:
-    """The messages a call was answered with, one a choice."""
-    return [Message.from_json(body) for body in orjson.loads(call.served)]
+    sampled = num_sampled(call)
+    return {
+        "prompt_tokens": call.prompt_len,
+        "completion_tokens": sampled,
+        "total_tokens": call.prompt_len + sampled,
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning(call, tokenizer)},
+    }
 
 
 class ChunkWriter:
     """Server-sent events of one streamed answer. The order: opening, deltas, closing, DONE."""
 
-    def __init__(self, call_id: str, started_at: float, ask: Ask) -> None:
+    def __init__(self, begun: Begun) -> None:
+        self._ask = begun.ask
+        self._tokenizer = begun.tokenizer
         self._head: Json = {
-            "id": call_id,
+            "id": begun.call_id,
             "object": "chat.completion.chunk",
-            "created": int(started_at),
-            "model": ask.model,
+            "created": int(begun.started_at),
+            "model": begun.ask.model,
         }
-        self._include_usage = ask.include_usage
         self._num_calls: dict[int, int] = {}
 
-    def opening(self, n: int) -> bytes:
+    def opening(self) -> bytes:
         """The first chunk of each choice: its role."""
-        return b"".join(self._chunk(number, {"role": "assistant", "content": ""}) for number in range(n))
+        return b"".join(self._chunk(number, {"role": "assistant", "content": ""}) for number in range(self._ask.n))
 
     def deltas(self, number: int, events: Sequence[Event]) -> bytes:
         """What was read of a choice."""
         return b"".join(self._chunk(number, self._delta(number, event)) for event in events)
 
-    def closing(self, call: Call, tokenizer: Tokenizer, *, logprobs: bool) -> bytes:
-        """The last chunk of each choice, and the usage if it was asked for."""
+    def closing(self, call: Call) -> bytes:
+        """The last chunk of each choice, the usage if it was asked for, and the end."""
         chunks = [
             self._chunk(
                 number,
                 {},
                 finish_reason=_finish_reason(choice, message),
-                logprobs=_logprobs(choice, tokenizer) if logprobs else None,
+                logprobs=_logprobs(choice, self._tokenizer) if self._ask.logprobs else None,
             )
             for number, (choice, message) in enumerate(zip(call.choices, served(call), strict=True))
         ]
-        if self._include_usage:
-            chunks.append(self._event({"choices": [], "usage": usage(call)}))
-        return b"".join(chunks)
+        if self._ask.include_usage:
+            chunks.append(self._event({"choices": [], "usage": usage(call, self._tokenizer)}))
+        return b"".join(chunks) + DONE
 
-    def replay(self, call: Call) -> bytes:
-        """All deltas of a call that was made before."""
-        return b"".join(self.deltas(number, _events(message)) for number, message in enumerate(served(call)))
+    def failure(self, error: ApiError) -> bytes:
+        """The error as the SDK reads it from a stream."""
+        return b"data: " + orjson.dumps(error.body) + b"\n\n"
 
     def _delta(self, number: int, event: Event) -> Json:
         match event:
@@ -107,22 +107,10 @@ class ChunkWriter:
         self, number: int, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None
     ) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._event({"choices": [choice]} | ({"usage": None} if self._include_usage else {}))
+        return self._event({"choices": [choice]} | ({"usage": None} if self._ask.include_usage else {}))
 
     def _event(self, body: Json) -> bytes:
         return b"data: " + orjson.dumps({**self._head, **body}) + b"\n\n"
-
-
-def error_event(body: Json) -> bytes:
-    """A failure after the stream began, in the form that the SDK raises."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def _events(message: Message) -> list[Event]:
-    events: list[Event] = [Thought(message.reasoning)] if message.reasoning else []
-    if message.content:
-        events.append(Text(message.content))
-    return [*events, *message.tool_calls]
 
 
 def _message(message: Message) -> Json:

@@ -6,13 +6,20 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/parcels-$(shell date +%Y%m%d-%H%M%S)
 SEED ?= 0
 
-.PHONY: demo test check bench format
+.PHONY: demo demo-sglang test test-sglang check bench format
 
 demo: $(STAMP)  ## train the demo's tool-using agent; takes a few minutes on two cores
 	$(BIN)/rlagent train --config examples/parcels/run.toml --run-dir $(RUN_DIR) --set run.seed=$(SEED)
 
 test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not sglang"
+
+# An environment of its own (1.7 GB, a minute or two to make), because SGLang's pins are not ours. No GPU is needed.
+test-sglang: $(STAMP)  ## the engine's contract and the weight sync against real SGLang servers on the CPU
+	python=$$(tests/sglang/make_venv.sh 0.5.21) && RLAGENT_REQUIRE_SGLANG=1 RLAGENT_SGLANG_PYTHON=$$python \
+		$(BIN)/python -m pytest -m sglang --durations 10 tests/sglang
+	python=$$(tests/sglang/make_venv.sh 0.5.23) && RLAGENT_REQUIRE_SGLANG=1 RLAGENT_SGLANG_PYTHON=$$python \
+		$(BIN)/python -m pytest -m sglang tests/sglang/test_engine_contract.py
 
 check: $(STAMP)  ## format, lint, types, the fast tests
 	$(BIN)/ruff format --check .

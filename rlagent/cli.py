@@ -42,7 +42,14 @@ def serve(
     model: ModelOption = None,
     config: ConfigOption = None,
     engine: Annotated[
-        str | None, typer.Option(help="embedded: start engines here; attach: use those of --engine-url.")
+        str | None,
+        typer.Option(
+            help="embedded: start engines here; sglang: start SGLang servers; attach: use those of --engine-url."
+        ),
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="A flag for sglang.launch_server, e.g. --engine-arg=--mem-fraction-static=0.8. Repeatable."),
     ] = None,
     engine_url: Annotated[
         list[str] | None, typer.Option(help="A running SGLang-compatible server. Repeatable.", metavar="URL")
@@ -69,8 +76,8 @@ def serve(
         engine = "attach"
     resolved = load_config(
         config, settings or (),
-        {"model.path": model, "engine.kind": engine, "engine.urls": engine_url, "router.host": host, "router.port": port,
-         "router.admin_key": admin_key, "buffer.path": buffer,
+        {"model.path": model, "engine.kind": engine, "engine.urls": engine_url, "engine.sglang.args": engine_arg,
+         "router.host": host, "router.port": port, "router.admin_key": admin_key, "buffer.path": buffer,
          "buffer.url": buffer_url},
     )  # fmt: skip
     path = resolved.buffer_path

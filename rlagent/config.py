@@ -108,7 +108,9 @@ class Config(BaseModel):
 
 
 # Settings that are paths, resolved against the TOML file that names them.
-_PATH_FIELDS = (("model", "path"), ("rollout", "tasks"), ("eval", "tasks"), ("buffer", "path"))
+_PATH_FIELDS = (
+    ("model", "path"), ("rollout", "tasks"), ("eval", "tasks"), ("buffer", "path"), ("engine.sglang", "python"),
+)  # fmt: skip
 
 
 def load_config(
@@ -145,13 +147,22 @@ def absolute_paths(config: Config) -> Config:
     """The same settings with every path made absolute, so that they mean the same from anywhere."""
     tree = config.model_dump()
     for part, name in (*_PATH_FIELDS, ("run", "dir")):
-        if tree[part][name] is not None:
-            tree[part][name] = Path(tree[part][name]).absolute()
+        section = _section(tree, part)
+        if section.get(name) is not None:
+            section[name] = Path(section[name]).absolute()
     function = tree["rollout"]["function"]
     if function is not None and _names_a_file(function):
         file, _, attribute = function.rpartition(":")
         tree["rollout"]["function"] = f"{Path(file).absolute()}:{attribute}"
     return build_config(tree)
+
+
+def _section(tree: dict[str, Any], part: str) -> dict[str, Any]:
+    """The table `a.b` of a tree; an empty one where the tree has none."""
+    for name in part.split("."):
+        found = tree.get(name)
+        tree = found if isinstance(found, dict) else {}
+    return tree
 
 
 def _names_a_file(spec: str) -> bool:
@@ -167,8 +178,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {str(path)!r} is not valid TOML: {error}") from error
     base = path.absolute().parent
     for part, name in _PATH_FIELDS:
-        section = tree.get(part)
-        if isinstance(section, dict) and isinstance(section.get(name), str):
+        section = _section(tree, part)
+        if isinstance(section.get(name), str):
             section[name] = str(base / section[name])
     rollout = tree.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("function"), str) and _names_a_file(rollout["function"]):

@@ -25,7 +25,8 @@ from rlagent.buffer import Buffer
 from rlagent.buffer.config import BufferConfig
 from rlagent.engine.config import EngineConfig
 from rlagent.errors import ConfigError, EngineError, LoadError, RouterError, StoreError
-from rlagent.launch.engines import embedded_engines, start_all, watch_attached
+from rlagent.launch.engine_command import on_cpu
+from rlagent.launch.engines import engine_processes, start_all, watch_attached
 from rlagent.router.app import Parts, make_app
 from rlagent.router.auth import is_loopback
 from rlagent.router.balance import Pool
@@ -94,7 +95,7 @@ async def serving(
     renderer = Renderer.load(model_dir)
     vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
     context = int(model["max_position_embeddings"])
-    if engine.kind == "embedded":
+    if engine.kind == "embedded" or (engine.kind == "sglang" and on_cpu(engine)):
         context = min(context, engine.max_total_tokens)
     async with AsyncExitStack() as stack:
         store = await Buffer.open(buffer_path, buffer)
@@ -154,7 +155,7 @@ async def _engines(
         for engine in pool.engines:
             await _attach(engine, policies)
         return pool, policies, [partial(watch_attached, engine, policies) for engine in pool.engines]
-    processes = await stack.enter_async_context(embedded_engines(make, config, logs))
+    processes = await stack.enter_async_context(engine_processes(make, config, logs))
     pool = Pool([process.engine for process in processes])
     policies = Policies(store, pool, router)
     stack.push_async_callback(policies.close)

@@ -6,10 +6,11 @@ logprobs of one length, finite, inside the vocabulary, versions that are numbers
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -25,12 +26,24 @@ EngineState = Literal["starting", "ready", "down"]
 CONTROL_TIMEOUT_S: Final = 30.0
 LOAD_TIMEOUT_S: Final = 600.0
 HEALTH_TIMEOUT_S: Final = 5.0
+# /health_generate answers once the engine has sampled something, and by itself after 20 s if it has not (SGLang's own limit).
+GENERATE_TIMEOUT_S: Final = 25.0
+# What was aborted or retracted frees its cache within a step; so long a flush waits for that.
+_FLUSH_WAIT_S: Final = 10
 # Longest line of an engine's event stream: cumulative ids and logprobs of a long answer.
 _STREAM_BUFFER: Final = 16 * 1024 * 1024
 
 
 class EngineDown(EngineError):
     """The engine cannot be reached, or broke off: another one may do."""
+
+
+class EngineRefused(EngineError):
+    """The engine answers, and does not do what a control call asks for."""
+
+
+class StalePrefix(EngineError):
+    """The answer was sampled behind a cached prefix of older weights: ask again."""
 
 
 class EngineOverflow(EngineError):
@@ -56,25 +69,41 @@ class Engine:
         self.running = 0
         self.version: int | None = None  # what it last said it holds
         self.supervised = False  # whether somebody starts it again when it dies
+        self._going = asyncio.Event()  # cleared while it is paused: what is sent then would run under weights to come
+        self._going.set()
+        self._num_pauses = 0
         self._http = http
         self._vocabulary = vocabulary
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
 
+    def renew(self) -> None:
+        """A new process: what it holds is asked for again."""
+        self.state, self.version = "starting", None
+        self._going.set()
+
     def lose(self) -> None:
         """Out of rotation: it went away, or may hold half an update. Calls wait for one that is being started again."""
         self.state = "starting" if self.supervised else "down"
+        self._going.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is paused for a weight update."""
+        return not self._going.is_set()
 
     async def generate(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> Part:
         """One completion, whole."""
-        async with self._generate(rid, ids, sampling, stream=False) as response:
+        async with self._generate(rid, ids, sampling, stream=False) as (response, version):
             found = self._loads(await response.read())
-        return self._part(found, [], [])
+        part = self._part(found, [], [])
+        self._check_prefix(found, part, version)
+        return part
 
     async def stream(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> AsyncIterator[Part]:
         """One completion as it grows; the last part has `finish`."""
         seen_ids: list[int] = []
         seen_logprobs: list[float] = []
-        async with self._generate(rid, ids, sampling, stream=True) as response:
+        async with self._generate(rid, ids, sampling, stream=True) as (response, version):
             async for line in response.content:
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
@@ -83,6 +112,8 @@ class Engine:
                 if "error" in found:
                     raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
                 part = self._part(found, seen_ids, seen_logprobs)
+                if not seen_ids:
+                    self._check_prefix(found, part, version)
                 seen_ids, seen_logprobs = part.ids, part.logprobs
                 yield part
                 if part.finish is not None:
@@ -94,16 +125,30 @@ class Engine:
         await self.control("/abort_request", {"rid": rid})
 
     async def pause(self, mode: str) -> None:
-        """Stop generating; new requests wait."""
+        """Stop generating; new requests wait, here and there."""
+        self._num_pauses += 1
+        self._going.clear()
         await self.control("/pause_generation", {"mode": mode})
+
+    async def flush(self) -> None:
+        """Forget cached prefixes: they are of weights that are no more. EngineError while something runs."""
+        await self.control(f"/flush_cache?timeout={_FLUSH_WAIT_S}", {})
 
     async def resume(self) -> None:
         """Generate again."""
         await self.control("/continue_generation", {})
+        self._going.set()
 
     async def load(self, path: str, version: int) -> None:
-        """Take the weights of a directory as `version`."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True, "abort_all_requests": True}
+        """Take the weights of a directory as `version`, whatever state an update was left in; it stays paused.
+
+        Cached prefixes are flushed aside: SGLang changes the weights first when asked for both, and then may refuse.
+        """
+        await self.pause("abort")
+        await self.flush()
+        with suppress(EngineRefused):  # there is no update to end, as a rule
+            await self.control("/end_weight_update", {})
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
         await self.control("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
 
     async def held_version(self) -> str:
@@ -112,10 +157,18 @@ class Engine:
         return str(found.get("weight_version"))
 
     async def healthy(self) -> bool:
-        """Whether it answers."""
+        """Whether it can generate. A paused one cannot, and is well as long as it answers."""
+        if not self.paused:
+            num_pauses = self._num_pauses
+            if await self._answers("/health_generate", GENERATE_TIMEOUT_S):
+                return True
+            if num_pauses == self._num_pauses:
+                return False
+        return await self._answers("/model_info", HEALTH_TIMEOUT_S)
+
+    async def _answers(self, path: str, timeout_s: float) -> bool:
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._http.get(f"{self.url}/health", timeout=timeout) as response:
+            async with self._http.get(f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
@@ -134,14 +187,22 @@ class Engine:
             raise EngineDown(f"{method} {self.url}{path}: {type(error).__name__} {error}; is the engine up?") from error
         found = _object(content)
         if response.status != 200 or found.get("success") is False:
-            raise EngineError(f"{method} {self.url}{path}: {response.status} {_words(found, content)}")
+            raise EngineRefused(f"{method} {self.url}{path}: {response.status} {_words(found, content)}")
         return found
 
     @asynccontextmanager
     async def _generate(
         self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, stream: bool
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int | None]]:
+        """The open answer, and the version that the engine held when it was asked."""
+        if self.paused:
+            await self._going.wait()
+            if self.state != "ready":
+                raise EngineDown(f"{self.url} left the rotation while it was paused")
+        version = self.version
         body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream}
+        if version is not None:
+            body["extra_key"] = str(version)  # prefixes are shared within one version only
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {"content-type": "application/json"}
         try:
@@ -150,7 +211,7 @@ class Engine:
             ) as response:
                 if response.status != 200:
                     self._refuse(response.status, await response.read())
-                yield response
+                yield response, version
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineDown(f"{self.url}/generate: {type(error).__name__} {error}") from error
 
@@ -197,6 +258,12 @@ class Engine:
             raise RecordingError(f"{self.url}: an output id is outside the vocabulary of {self._vocabulary}")
         spans = spans if spans is not None else [{"version": version, "start": 0, "end": count}]
         return Part(ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish)
+
+    def _check_prefix(self, found: Any, part: Part, version: int | None) -> None:
+        """StalePrefix for a request that met a pause: it asked for prefixes of a version that was then no more in force."""
+        cached = bool(found["meta_info"].get("cached_tokens"))
+        if cached and version is not None and part.spans and part.spans[0].version != version:
+            raise StalePrefix(f"{self.url} answered with version {part.spans[0].version} behind a prefix of {version}")
 
     def _spans(self, spans: Any, count: int) -> tuple[VersionSpan, ...]:
         try:

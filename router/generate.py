@@ -17,7 +17,7 @@ import numpy as np
 
 from rlagent.errors import EngineError
 from rlagent.router.balance import NoEngine, Pool
-from rlagent.router.engine_client import Engine, EngineDown, Part
+from rlagent.router.engine_client import Engine, EngineDown, Part, StalePrefix
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Choice, FinishReason, Int32Array, Sampling, VersionSpan
 
@@ -98,6 +98,8 @@ class Generator:
             engine.running += 1
             try:
                 part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids)
+            except StalePrefix:
+                continue
             finally:
                 engine.running -= 1
             if part is None:

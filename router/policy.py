@@ -30,6 +30,7 @@ class _Publish:
 
     publish_id: str
     version: int
+    mode: str
     engines: Sequence[Engine]
     lease: asyncio.Task[None] = field(repr=False)
 
@@ -67,10 +68,11 @@ class Policies:
             if not engines:
                 raise NoEngine("no engine is ready to take weights; try again in a few seconds")
             publish = await self._buffer.begin_publish(step=step, parent=parent, same_weights=same_weights)
-            paused = await self._on_all(engines, lambda engine: engine.pause(mode or self._config.pause_mode))
+            mode = mode or self._config.pause_mode
+            paused = await self._on_all(engines, lambda engine: engine.pause(mode))
             lease = asyncio.create_task(self._expire(publish.publish_id, lease_s or self._config.publish_lease_s))
             self._publish = _Publish(
-                publish_id=publish.publish_id, version=publish.version, engines=paused, lease=lease
+                publish_id=publish.publish_id, version=publish.version, mode=mode, engines=paused, lease=lease
             )
         if not paused:
             await self.fail(publish.publish_id, "every engine went away")
@@ -90,9 +92,17 @@ class Policies:
             stamped = await self._buffer.commit_publish(publish_id, checksum=checksum, snapshot=snapshot)
             if publish is not None and publish.publish_id == publish_id:
                 publish.lease.cancel()
-                await self._on_all([engine for engine in publish.engines if engine.state == "ready"], Engine.resume)
+                ready = [engine for engine in publish.engines if engine.state == "ready"]
+                await self._on_all(ready, lambda engine: self._go_on(engine, publish.mode))
                 await self._end()
         return {"version": stamped.version, "depth": stamped.depth}
+
+    @staticmethod
+    async def _go_on(engine: Engine, mode: str) -> None:
+        """Continue with new weights. What runs on in place needs its cache; new calls ask for prefixes of their version only."""
+        if mode != "in_place":
+            await engine.flush()
+        await engine.resume()
 
     async def _check(self, publish: _Publish) -> None:
         """ConflictError names the engines that do not hold the version. One that died meanwhile does not count."""

@@ -1,8 +1,21 @@
 """Settings of the engines that `rlagent serve` starts or attaches to."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class SglangConfig(BaseModel):
+    """SGLang servers that `rlagent serve` starts, for kind = "sglang". Settings of [engine] that SGLang has too hold for it as well."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: Path | None = Field(None, description="the Python of the environment that has sglang installed")
+    tensor: int = Field(1, ge=1, description="tensor parallelism of each server")
+    data: int = Field(1, ge=1, description="data parallelism inside each server; engine.count starts several servers")
+    port: int = Field(0, ge=0, le=65535, description="port of the first server, the others follow; 0 takes free ones")
+    args: tuple[str, ...] = Field((), description="more flags of sglang.launch_server, as they are; later ones win")
 
 
 class EngineConfig(BaseModel):
@@ -10,15 +23,18 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["embedded", "attach"] = "embedded"
+    kind: Literal["embedded", "sglang", "attach"] = "embedded"
     urls: tuple[str, ...] = Field((), description="running SGLang-compatible servers, for kind = 'attach'")
-    count: int = Field(1, ge=1, description="embedded engines to start")
+    count: int = Field(1, ge=1, description="engines to start")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = Field(1, ge=1, description="torch threads of each engine on the CPU")
-    max_running: int = Field(64, ge=1, description="sequences decoded together")
-    max_total_tokens: int = Field(65536, ge=256, description="tokens of KV cache, prefix cache included")
-    prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one forward")
+    max_running: int = Field(64, ge=1, description="sequences decoded together; SGLang on a GPU decides by itself")
+    max_total_tokens: int = Field(
+        65536, ge=256, description="tokens of KV cache, prefix cache included; SGLang on a GPU decides by itself"
+    )
+    prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one forward (embedded)")
     seed: int = 0
+    sglang: SglangConfig = SglangConfig()
     start_timeout_s: float = Field(120.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)

@@ -46,6 +46,7 @@ class Engine:
         self.updates = WeightUpdates(model)
         self.paused = False
         self.released = False
+        self.num_steps = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -158,6 +159,7 @@ class Engine:
         try:
             while self._drain():
                 self.scheduler.step()
+                self.num_steps += 1
         except Exception as error:  # the boundary of the thread: the server answers 503 from now on, and nobody waits
             _log.exception("the engine's thread failed")
             self._failure = error

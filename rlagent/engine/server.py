@@ -16,6 +16,7 @@ from rlagent.errors import EngineError, LoadError
 
 _MAX_BODY_BYTES: Final = 4 * 1024**3  # a weight bucket travels in one body
 _HEALTH_TIMEOUT_S: Final = 20.0
+_HEALTH_POLL_S: Final = 0.01
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[web.StreamResponse]]
 
@@ -165,25 +166,25 @@ class Control:
         return web.Response(status=200 if self._engine.healthy else 503)
 
     async def health_generate(self, _: Body) -> web.Response:
-        """200 when a token can be generated now; 503 while paused."""
-        done = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "health"}
-        request = GenerateRequest.parse(body, self._engine)
-
-        def emit(_: Progress) -> None:
-            loop.call_soon_threadsafe(done.set)
-
-        sequence = request.sequences(emit)[0]
-        if self._engine.paused:
-            return web.Response(status=503)
-        self._engine.submit(sequence)
+        """200 once the engine has made a step, for whom ever; an idle one is asked for a token. 503 while paused."""
+        before, asked = self._engine.num_steps, False
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await done.wait()
+                while not self._engine.paused and self._engine.healthy:
+                    if not asked and not self._engine.scheduler.busy:
+                        asked = True
+                        self._ask_for_a_token()
+                    await asyncio.sleep(_HEALTH_POLL_S)
+                    if self._engine.num_steps > before:
+                        return web.Response(status=200)
         except TimeoutError:
-            return web.Response(status=503)
-        return web.Response(status=200)
+            pass
+        return web.Response(status=503)
+
+    def _ask_for_a_token(self) -> None:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": "health"}
+        for sequence in GenerateRequest.parse(body, self._engine).sequences(lambda _: None):
+            self._engine.submit(sequence)
 
     async def model_info(self, _: Body) -> web.Response:
         """The model and the weight version in force."""

@@ -40,7 +40,7 @@ def find_stop(
     """
     newest = ids[-1]
     if num_output >= params.min_new_tokens:
-        if newest in params.stop_token_ids or (newest in eos_ids and not params.ignore_eos):
+        if not params.ignore_eos and (newest in params.stop_token_ids or newest in eos_ids):  # for both, as SGLang
             return Stop("stop", newest)
         if params.stop and tokenizer is not None:
             matched = _stop_string(ids, num_output, params.stop, tokenizer)

@@ -1,4 +1,4 @@
-"""The embedded engines as supervised child processes.
+"""Engines, embedded or SGLang, as supervised child processes.
 
 In the flow: serve.py starts them before it listens. Invariant: an engine that died is started again with the newest
 snapshot and gets requests only once it holds weights that the buffer knows; children end with their parent, however
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Final
 
 from rlagent.engine.config import EngineConfig
 from rlagent.errors import EngineError
+from rlagent.launch.engine_command import engine_command
 from rlagent.launch.local import free_port
 from rlagent.router.engine_client import Engine
 from rlagent.router.policy import Policies
@@ -37,7 +37,7 @@ _LOG_TAIL: Final = 2000
 
 
 class EngineProcess:
-    """One embedded engine at a fixed URL: its process, started again whenever it dies."""
+    """One engine at a fixed URL: its process, started again whenever it dies."""
 
     def __init__(self, engine: Engine, port: int, config: EngineConfig, log: Path) -> None:
         self.engine = engine
@@ -50,32 +50,16 @@ class EngineProcess:
     async def start(self, weights: PolicyVersion) -> None:
         """Start the process and wait until it answers. EngineError, with the end of its log, if it does not."""
         config = self._config
-        assert weights.snapshot is not None
-        self.engine.state, self.engine.version = "starting", None
-        arguments = {
-            "--model": weights.snapshot,
-            "--host": "127.0.0.1",
-            "--port": self._port,
-            "--weight-version": weights.version,
-            "--device": config.device,
-            "--dtype": config.dtype,
-            "--threads": config.threads,
-            "--max-running": config.max_running,
-            "--max-total-tokens": config.max_total_tokens,
-            "--prefill-tokens": config.prefill_tokens,
-            "--seed": config.seed + self._number,
-            "--parent-pid": os.getpid(),
-        }
-        command = [sys.executable, "-m", "rlagent.engine", *(str(part) for pair in arguments.items() for part in pair)]
+        self.engine.renew()
+        command = engine_command(config, weights, number=self._number, port=self._port)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        threads = str(config.threads)
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *command,
+                *command.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                env={**os.environ, **command.environ},
                 start_new_session=True,  # Ctrl-C goes to serve, which ends its children in order
             )
         try:
@@ -166,13 +150,13 @@ async def _probe(engine: Engine, policies: Policies, *, until: asyncio.Task[int]
 
 
 @asynccontextmanager
-async def embedded_engines(
+async def engine_processes(
     make: Callable[[str], Engine], config: EngineConfig, logs: Path
 ) -> AsyncIterator[Sequence[EngineProcess]]:
-    """Processes on free loopback ports, not yet started; stopped on leaving."""
+    """Processes on loopback ports, not yet started; stopped on leaving."""
     processes: list[EngineProcess] = []
     for number in range(config.count):
-        port = free_port()
+        port = config.sglang.port + number if config.kind == "sglang" and config.sglang.port else free_port()
         engine = make(f"http://127.0.0.1:{port}")
         processes.append(EngineProcess(engine, port, config, logs / f"engine-{number}.log"))
     try:

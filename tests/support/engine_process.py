@@ -61,7 +61,8 @@ class EngineClient:
         """A POST that must be refused with 400; its message."""
         response = await self.http.post(path, json=body)
         assert response.status_code == 400, response.text
-        message: str = response.json()["error"]["message"]
+        answer = response.json()  # SGLang says why in one of two places
+        message: str = answer["error"]["message"] if "error" in answer else answer["message"]
         return message
 
     async def generate(self, ids: list[int], **params: object) -> Any:

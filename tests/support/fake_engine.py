@@ -138,12 +138,13 @@ async def fake_engine(script: Script) -> AsyncIterator[FakeEngine]:
     app.add_routes(
         [
             web.post("/generate", engine.generate),
-            web.get("/health", engine.health),
+            web.get("/health_generate", engine.health),
             web.get("/model_info", engine.model_info),
             *(
                 web.post(path, engine.command)
                 for path in (
                     "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk",
+                    "/flush_cache", "/end_weight_update",
                 )
             ),
         ]

@@ -35,7 +35,7 @@ def test_length_stop_ids_and_end_of_sequence() -> None:
     assert run([5, 6, 7, 8], context=len(PROMPT) + 2) == (2, Stop("length", 2))
     assert run([5, 697, 7]) == (2, Stop("stop", 697))
     assert run([5, 697, 7], ignore_eos=True) == (3, None)
-    assert run([5, 697, 7], ignore_eos=True, stop_token_ids=[7, 697]) == (2, Stop("stop", 697))
+    assert run([5, 697, 7], ignore_eos=True, stop_token_ids=[7, 697]) == (3, None)
     assert run([5, 7, 6, 7], stop_token_ids=[7], min_new_tokens=3) == (4, Stop("stop", 7))
     assert run([5, 697], max_new_tokens=2) == (2, Stop("stop", 697))  # both: it ended by itself
 

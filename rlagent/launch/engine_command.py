@@ -1,0 +1,104 @@
+"""How an engine's process is started: its command line and what it adds to the environment. Pure.
+
+In the flow: `rlagent.launch.engines` runs the command and looks after the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rlagent.engine.config import EngineConfig
+from rlagent.errors import ConfigError
+from rlagent.types import PolicyVersion
+
+_SGLANG_SERVER: Final = Path(__file__).with_name("sglang_server.py")
+_CUDA_DEVICES: Final = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCommand:
+    """A process to start."""
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def engine_command(config: EngineConfig, weights: PolicyVersion, *, number: int, port: int) -> EngineCommand:
+    """The command of engine `number` on `port` that starts with `weights`. ConfigError where a setting is missing."""
+    assert weights.snapshot is not None
+    threads = str(config.threads)
+    environ = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if config.kind == "sglang":
+        return _sglang(config, weights.snapshot, weights.version, number, port, environ)
+    flags = {
+        "--model": weights.snapshot,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--weight-version": weights.version,
+        "--device": config.device,
+        "--dtype": config.dtype,
+        "--threads": config.threads,
+        "--max-running": config.max_running,
+        "--max-total-tokens": config.max_total_tokens,
+        "--prefill-tokens": config.prefill_tokens,
+        "--seed": config.seed + number,
+        "--parent-pid": os.getpid(),
+    }
+    return EngineCommand(argv=(sys.executable, "-m", "rlagent.engine", *_words(flags)), environ=environ)
+
+
+def _sglang(
+    config: EngineConfig, model: str, version: int, number: int, port: int, environ: dict[str, str]
+) -> EngineCommand:
+    sglang = config.sglang
+    if sglang.python is None:
+        raise ConfigError(
+            "engine.kind = 'sglang' needs engine.sglang.python: the Python of an environment that has sglang installed, "
+            "e.g. /opt/sglang/bin/python (tests/sglang/make_venv.sh makes one for the CPU)"
+        )
+    if not sglang.python.is_file():
+        raise ConfigError(f"engine.sglang.python = {str(sglang.python)!r} is not a file; name a Python that has sglang")
+    flags: dict[str, object] = {
+        "--model-path": model,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--weight-version": version,
+        "--dtype": config.dtype,
+        "--tp-size": sglang.tensor,
+        "--dp-size": sglang.data,
+        "--random-seed": config.seed + number,
+    }
+    bare: tuple[str, ...] = ()
+    ranks = sglang.tensor * sglang.data
+    if on_cpu(config):
+        environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        if ranks > 1:  # SGLang binds each rank to cores of its own
+            environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(rank % (os.cpu_count() or 1)) for rank in range(ranks)
+            )
+        flags |= {
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--max-total-tokens": config.max_total_tokens,
+            "--max-running-requests": config.max_running,
+        }
+        bare = ("--sleep-on-idle",)  # it spins on a core otherwise
+    elif config.count > 1:
+        flags["--base-gpu-id"] = number * ranks
+    # Isolated: neither our PYTHONPATH nor this folder may shadow what sglang imports.
+    argv = (str(sglang.python), "-I", str(_SGLANG_SERVER), str(os.getpid()), *_words(flags), *bare, *sglang.args)
+    return EngineCommand(argv=argv, environ=environ)
+
+
+def on_cpu(config: EngineConfig) -> bool:
+    """Whether the engines compute on the CPU, told without torch."""
+    return config.device == "cpu" or (config.device == "auto" and not _CUDA_DEVICES.exists())
+
+
+def _words(flags: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(str(part) for pair in flags.items() for part in pair)

@@ -1,0 +1,103 @@
+"""One SGLang server as a child that dies with its parent. Run as a file by the Python that has sglang; rlagent is not imported.
+
+In the flow: `rlagent.launch.engines` starts it as `PYTHON sglang_server.py PARENT_PID [flags of sglang.launch_server]`.
+On a machine without a GPU SGLang still imports three packages that are CUDA-only or absent there; with SGLANG_USE_CPU_ENGINE=1
+they get stand-ins: `sgl_kernel` and `triton` (SGLang's own mock modules, which it uses on macOS) and `torchvision` (nothing of it is
+called for text models). The stand-ins are at module level, so that the children SGLang spawns make them again.
+Invariant: only these three roots are stood in for; any other missing package is an ImportError.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+STAND_INS: Final = ("triton", "torchvision", "sgl_kernel")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class _StandIns:
+    """A finder that answers for the three roots with SGLang's mock modules."""
+
+    def __init__(self, stubs: Any) -> None:
+        self._stubs = stubs
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in STAND_INS:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        found: ModuleType = sys.modules.get(spec.name) or self._stubs._MockModule(spec.name)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A mock has no body."""
+
+
+def stand_in() -> None:
+    """Install the stand-ins. torch and transformers must have seen before that triton and torchvision are absent."""
+    import torch
+    from transformers.utils import import_utils
+
+    if import_utils.is_torchvision_available():
+        raise ImportError("torchvision is installed beside sglang; the stand-in for it would hide it: uninstall it")
+    root = importlib.util.find_spec("sglang")
+    if root is None or root.submodule_search_locations is None:
+        raise ImportError(f"{sys.executable} has no sglang; name another engine.sglang.python")
+    path = Path(root.submodule_search_locations[0]) / "_platform_stubs.py"
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    stubs: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = stubs
+    spec.loader.exec_module(stubs)
+    sys.meta_path.append(_StandIns(stubs))
+    triton, language = stubs._make_mock("triton"), stubs._make_mock("triton.language")
+    triton.__version__, triton.language = "3.0.0", language
+    triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
+    language.constexpr = _Constexpr
+    stubs._make_mock("torchvision").__version__ = "0.0.0"
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = _synchronize  # /weights_checker calls it on every device
+
+
+class _Constexpr:
+    """triton.language.constexpr, for kernels that are defined and never run."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+
+def _synchronize(device: object = None) -> None:
+    """A CPU has nothing to wait for."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Tie this process to its parent and serve."""
+    parent, *flags = arguments
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value)
+    if os.getppid() != int(parent):  # it went before the request was in place
+        os._exit(1)
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(flags))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    stand_in()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

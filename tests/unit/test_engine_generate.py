@@ -89,7 +89,7 @@ async def test_a_stop_id_is_the_last_of_the_output(tmp_path: Path) -> None:
     async with running(tmp_path) as engine:
         (free,) = await generate(engine, prompt, sampling_seed=1)
         stop = free["output_ids"][4]
-        (one,) = await generate(engine, prompt, sampling_seed=1, stop_token_ids=[stop])
+        (one,) = await generate(engine, prompt, sampling_seed=1, stop_token_ids=[stop], ignore_eos=False)
     end = free["output_ids"].index(stop) + 1
     assert one["output_ids"] == free["output_ids"][:end]
     assert one["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}

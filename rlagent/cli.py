@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rlagent.errors import LoadError, RlagentError, Terminated
+from rlagent.errors import ConfigError, LoadError, RlagentError, Terminated
 
 app = typer.Typer(
     name="rlagent", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -109,6 +109,15 @@ def train(
     admin_key: AdminKeyOption = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run leaves its files.", metavar="DIR")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the run directory.")] = False,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Collect batches and their rewards; no learner, no publishing.")
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train again on the batches of this run, under its settings and --set; no engines.", metavar="RUN"
+        ),
+    ] = None,
     settings: SetOption = None,
 ) -> None:
     """Train: lease batches of recorded trajectories, take learner steps, publish the weights to the engines."""
@@ -117,15 +126,63 @@ def train(
     from rlagent.config import load_config
     from rlagent.train import train as run_training
 
+    if replay is not None:
+        _replay(
+            replay, {"run.dir": run_dir}, settings or [], needless=(config, model, rollout_function_path, tasks, router)
+        )
+        return
+
     resolved = load_config(
         config, settings or (),
         {"model.path": model, "rollout.function": rollout_function_path, "rollout.tasks": tasks, "router.admin_key": admin_key,
          "run.dir": run_dir},
     )  # fmt: skip
     console = Console()
-    run = uvloop.run(run_training(resolved, resume=resume, router_url=router))
+    run = uvloop.run(run_training(resolved, resume=resume, router_url=router, rollout_only=rollout_only))
     console.print(
         f"done: {run.path}: model/, metrics.jsonl, reward.png, buffer.db, checkpoints/", highlight=False, soft_wrap=True
+    )
+
+
+def _replay(recorded: Path, overrides: dict[str, object], settings: list[str], *, needless: tuple[object, ...]) -> None:
+    import uvloop
+
+    from rlagent.config import load_config
+    from rlagent.replay import recorded_config, replay
+
+    if any(option is not None for option in needless):
+        raise ConfigError(
+            "--replay takes model, tasks and settings from the recorded run: leave --config, --model, --tasks, --router and "
+            "--rollout-function-path away; --set changes single settings"
+        )
+    if overrides["run.dir"] is None:
+        raise ConfigError("--replay needs --run-dir: where the replay leaves its files")
+    if Path(str(overrides["run.dir"])).absolute() == recorded.absolute():
+        raise ConfigError(f"--run-dir is the recorded run {str(recorded)!r} itself; name a new directory")
+    recorded_config(recorded)  # says what is wrong with the directory
+    resolved = load_config(recorded / "config.toml", settings, overrides)
+    found = uvloop.run(replay(resolved, recorded))
+    verdict = (
+        "every step is the recorded one, bit for bit" if found.num_equal == found.num_steps
+        else f"the first {found.num_equal} steps are the recorded ones, bit for bit; step {found.num_equal + 1} differs"
+    )  # fmt: skip
+    print(f"replayed {found.num_steps} steps: {verdict}")
+
+
+@app.command()
+def dump(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    step: Annotated[int, typer.Argument(help="The learner step; 1 is the first.")],
+    out: Annotated[Path, typer.Option(help="Safetensors file to write.", metavar="FILE")],
+) -> None:
+    """Write the batch that a learner step was given: packed rows with masks, logprobs, advantages and weights."""
+    from rlagent.replay import dump as dump_batch
+
+    if out.exists():
+        raise LoadError(f"--out {str(out)!r} exists already; name a new file")
+    batch = asyncio.run(dump_batch(run_dir, step, out))
+    print(
+        f"step {step}: {batch.num_rows} rows, {batch.num_tokens} tokens, {batch.num_sampled} of them sampled -> {out}"
     )
 
 

@@ -36,15 +36,19 @@ _LEASE_POLL_S: Final = 20.0  # one long poll for a batch; between polls the disp
 
 
 async def train(
-    config: Config, *, resume: bool = False, router_url: str | None = None, display: Display | None = None
-) -> RunDirectory:
+    config: Config, *, resume: bool = False, router_url: str | None = None, rollout_only: bool = False,
+    display: Display | None = None,
+) -> RunDirectory:  # fmt: skip
     """Run the whole loop; the run's directory. Raises RlagentError for everything a user can mend.
 
+    With `rollout_only` no learner is started: batches are collected and consumed, for a replay or a look at rewards.
     SIGTERM ends it after the step under way, with a checkpoint, by Terminated.
     """
     model_dir = config.model_dir
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"model.path {str(model_dir)!r} is not a Hugging Face model directory (no config.json there)")
+    if rollout_only and resume:
+        raise ConfigError("--rollout-only leaves no checkpoint to resume from; leave --resume away")
     tasks = [] if config.rollout.tasks is None else read_tasks(config.rollout.tasks)
     held_out = [] if config.eval.tasks is None else read_tasks(config.eval.tasks)[: config.eval.num_tasks]
     run = RunDirectory.reopen(config) if resume else RunDirectory.create(config)
@@ -56,7 +60,7 @@ async def train(
         url = router_url if router_url is not None else await stack.enter_async_context(serving(config, run))
         client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
         await client.health()
-        ranks = await stack.enter_async_context(LocalRanks(_rank_spec(config), run.logs))
+        ranks = None if rollout_only else await stack.enter_async_context(LocalRanks(rank_spec(config), run.logs))
         run.begin(config)
         loop = Loop(config, run, client, ranks, pool, held_out, display, terminated)
         await loop.restore(resume=resume)
@@ -94,7 +98,7 @@ class Loop:
     """One run's loop over learner steps."""
 
     def __init__(
-        self, config: Config, run: RunDirectory, client: RouterClient, ranks: LocalRanks, pool: RolloutPool | None,
+        self, config: Config, run: RunDirectory, client: RouterClient, ranks: LocalRanks | None, pool: RolloutPool | None,
         held_out: list[Task], display: Display, terminated: asyncio.Event,
     ) -> None:  # fmt: skip
         self._config = config
@@ -114,7 +118,7 @@ class Loop:
         self._display.state("loading")
         if resume:
             checkpoint = self._run.newest_checkpoint()
-            if checkpoint is not None:
+            if checkpoint is not None and self._ranks is not None:
                 self._position = Position(**await self._ranks.call("load", checkpoint))
             report = await self._client.restore(cursor=self._position.cursor, version=self._position.version)
             self._display.console.print(
@@ -146,7 +150,8 @@ class Loop:
                 f"the run was ended by SIGTERM after step {self._position.step} of {steps}; its checkpoint is saved, "
                 "--resume goes on"
             )
-        await self._ranks.call("save_hf", self._run.model)
+        if self._ranks is not None:
+            await self._ranks.call("save_hf", self._run.model)
         plot_reward(self._run.read_metrics(), self._run.reward_plot)
 
     async def _step(self) -> None:
@@ -160,7 +165,7 @@ class Loop:
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
         metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch, version=self._position.version)
         self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
-        if packed.batch.num_sampled:
+        if packed.batch.num_sampled and self._ranks is not None:
             with watch.stage("train"):
                 metrics |= await self._ranks.call("train_step", packed.batch)
         self._position.cursor = await self._client.consume(lease.lease_id, step=self._position.step)
@@ -212,11 +217,13 @@ class Loop:
 
     async def _publish(self, *, parent: int, same_weights: bool = False) -> None:
         """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
+        if self._ranks is None:
+            return
         ticket = await self._client.begin_publish(step=self._position.step, parent=parent, same_weights=same_weights)
         try:
             report = await self._ranks.call("publish", ticket.engines, ticket.version)
             due = ticket.version % self._config.sync.snapshot_every == 0
-            snapshot = await self._write_snapshot(ticket.version) if due else None
+            snapshot = await self._write_snapshot(self._ranks, ticket.version) if due else None
             await self._client.commit_publish(ticket.publish_id, checksum=report.checksum, snapshot=snapshot)
         except RlagentError as error:
             await self._client.fail_publish(ticket.publish_id, str(error))
@@ -224,12 +231,14 @@ class Loop:
         self._position.version = ticket.version
         self._position.snapshot = snapshot or self._position.snapshot
 
-    async def _write_snapshot(self, version: int) -> str:
+    async def _write_snapshot(self, ranks: LocalRanks, version: int) -> str:
         directory = self._run.snapshot(version)
-        await self._ranks.call("save_hf", directory)
+        await ranks.call("save_hf", directory)
         return str(directory.absolute())
 
     async def _save(self) -> None:
+        if self._ranks is None:
+            return
         checkpoint = self._run.checkpoint(self._position.step)
         if not checkpoint.exists():
             await self._finish_save(wait=True)
@@ -241,7 +250,7 @@ class Loop:
 
     async def _finish_save(self, *, wait: bool) -> None:
         """Give the save that is being written its name, once it is on disk; only then may older ones go."""
-        if self._saving and await self._ranks.call("finish_save", wait) is not None:
+        if self._saving and self._ranks is not None and await self._ranks.call("finish_save", wait) is not None:
             self._saving = False
             self._prune()
 
@@ -302,7 +311,8 @@ def _rollout_pool(config: Config, run: RunDirectory) -> RolloutPool:
     )
 
 
-def _rank_spec(config: Config) -> RankSpec:
+def rank_spec(config: Config) -> RankSpec:
+    """What the learner's ranks of a run are built from."""
     return RankSpec(
         learner=config.learner, parallel=config.parallel, sync=config.sync, model_dir=config.model_dir,
         engine_dtype=config.engine.dtype, master_port=free_port(), seed=config.run.seed, total_steps=config.run.steps,

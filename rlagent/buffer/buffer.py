@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from rlagent.buffer import groups, leases, policies, sessions, status
+from rlagent.buffer import groups, history, leases, policies, sessions, status
 from rlagent.buffer.config import BufferConfig
 from rlagent.buffer.database import EVERYTHING, QUEUE, SESSION, Database, Transaction
+from rlagent.buffer.history import Consumption
 from rlagent.buffer.leases import LeaseSlip, RestoreReport
 from rlagent.buffer.policies import Publish
 from rlagent.buffer.sharing import Sharing
@@ -27,7 +28,7 @@ from rlagent.buffer.status import BufferStatus
 from rlagent.buffer.store import Store
 from rlagent.errors import StoreError
 from rlagent.trajectory import rows
-from rlagent.types import Call, Delivery, Lease, PolicyVersion, Reward, Session, SessionState, Trajectory
+from rlagent.types import Call, Delivery, Group, Lease, PolicyVersion, Reward, Session, SessionState, Trajectory
 
 T = TypeVar("T")
 
@@ -217,6 +218,14 @@ class Buffer:
         """Give a lease's groups back to the front of the queue."""
         await self._store.write(lambda tx: leases.release(tx, lease_id))
         self._announce()
+
+    async def lineage(self) -> list[Consumption]:
+        """The batches that made the learner's present weights, oldest first."""
+        return await self._store.read(history.lineage)
+
+    async def consumed(self, batch: int) -> list[Group]:
+        """The groups of a batch that was trained on. NotFoundError if there is none."""
+        return await self._store.read(lambda tx: history.groups_of(tx, batch))
 
     async def restore(self, *, cursor: int, version: int) -> RestoreReport:
         """The learner stands at a checkpoint.

@@ -148,7 +148,7 @@ def restore(tx: Transaction, *, cursor: int, version: int, now: float, config: B
             units = tx.run("UPDATE units SET state = 'ready', reason = '' WHERE batch = ?", batch)
             count(tx, "group_delayed", "restored", units)
     tx.notify(QUEUE)
-    lineage = _numbers_of_lineage(tx, cursor)
+    lineage = numbers_of_lineage(tx, cursor)
     for lease_id, number in tx.rows("SELECT lease_id, consumption FROM leases WHERE state = 'consumed'"):
         if number not in lineage:
             tx.run("UPDATE leases SET state = 'undone' WHERE lease_id = ?", lease_id)
@@ -166,13 +166,14 @@ def contents(tx: Transaction, slip: LeaseSlip) -> Lease:
     return Lease(
         lease_id=slip.lease_id,
         step=slip.step,
-        groups=tuple(_group(tx, unit_id) for unit_id in slip.unit_ids),
+        groups=tuple(group(tx, unit_id) for unit_id in slip.unit_ids),
         expires_at=slip.expires_at,
         redelivered=slip.redelivered,
     )
 
 
-def _group(tx: Transaction, unit_id: str) -> Group:
+def group(tx: Transaction, unit_id: str) -> Group:
+    """A unit with its rollouts and their rows that train."""
     unit = tx.row("SELECT num_missing, ungrouped FROM units WHERE unit_id = ?", unit_id)
     assert unit is not None
     sql = (
@@ -280,7 +281,8 @@ def _end(tx: Transaction, lease_id: str, reason: str) -> None:
     tx.notify(QUEUE)
 
 
-def _numbers_of_lineage(tx: Transaction, cursor: int) -> set[int]:
+def numbers_of_lineage(tx: Transaction, cursor: int) -> set[int]:
+    """The consumptions on the way from the root to `cursor`."""
     parents: dict[int, int] = dict(tx.rows("SELECT number, parent FROM consumptions"))
     lineage = set()
     while cursor != 0:
@@ -290,5 +292,5 @@ def _numbers_of_lineage(tx: Transaction, cursor: int) -> set[int]:
 
 
 def _batches_of_lineage(tx: Transaction, cursor: int) -> set[int]:
-    numbers = _numbers_of_lineage(tx, cursor)
+    numbers = numbers_of_lineage(tx, cursor)
     return {batch for number, batch in tx.rows("SELECT number, batch FROM consumptions") if number in numbers}

@@ -12,6 +12,7 @@ import demo
 import httpx
 import pytest
 from openai import OpenAI
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
@@ -187,3 +188,32 @@ def test_the_halves_run_apart_with_agents_from_outside(tmp_path: Path) -> None:
         finally:
             server.terminate()
             server.wait(timeout=30)
+
+
+def test_a_replay_is_the_recorded_run_to_the_bit(tmp_path: Path) -> None:
+    run, again, other = tmp_path / "run", tmp_path / "again", tmp_path / "other"
+    demo.train(run)
+    replayed = demo.command("train", "--replay", str(run), "--run-dir", str(again))
+    assert "replayed 3 steps: every step is the recorded one, bit for bit" in replayed
+    assert (again / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
+    changed = demo.command(
+        "train", "--replay", str(run), "--run-dir", str(other), "--set", "learner.optimizer.weight_decay=0.5"
+    )
+    assert "the first 1 steps are the recorded ones" in changed  # the weights differ only after the first update
+
+    demo.command("dump", str(run), "2", "--out", str(tmp_path / "batch.safetensors"))
+    batch = load_file(tmp_path / "batch.safetensors")
+    record = next(record for record in demo.metrics(run) if record["step"] == 2)
+    assert len(batch["token_ids"]) == record["data/num_tokens"]
+    assert batch["loss_mask"].sum() == record["data/num_sampled"]
+    refused = demo.command("dump", str(run), "4", "--out", str(tmp_path / "none.safetensors"), code=1)
+    assert "steps 1 to 3" in refused
+
+
+def test_rollouts_alone_are_collected_and_trained_on_later(tmp_path: Path) -> None:
+    output = demo.train(tmp_path / "run", "run.steps=2", options=("--rollout-only",))
+    assert "step    2" in output
+    assert [record["policy/version"] for record in demo.metrics(tmp_path / "run") if record["step"] > 0] == [0, 0]
+    assert not (tmp_path / "run" / "model").exists()
+    demo.command("train", "--replay", str(tmp_path / "run"), "--run-dir", str(tmp_path / "trained"))
+    assert len([r for r in demo.metrics(tmp_path / "trained") if r["policy/grad_norm"] > 0]) == 2

@@ -31,10 +31,28 @@ def train_command(run_dir: Path, *settings: str, resume: bool = False, options: 
     return [*command, "--resume"] if resume else command
 
 
-def train(run_dir: Path, *settings: str, resume: bool = False, timeout_s: float = 180.0) -> str:
+def command(*arguments: str, code: int = 0, timeout_s: float = 180.0) -> str:
+    """Run `rlagent ARGUMENTS`; all its output. Fails with that output when it ends with another code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlagent.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        env=environ(),
+        check=False,
+    )
+    assert done.returncode == code, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+def train(
+    run_dir: Path, *settings: str, resume: bool = False, options: tuple[str, ...] = (), timeout_s: float = 180.0
+) -> str:
     """Run to the end; its output. Fails with that output when the command does."""
     done = subprocess.run(
-        train_command(run_dir, *settings, resume=resume),
+        train_command(run_dir, *settings, resume=resume, options=options),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -305,3 +305,29 @@ async def test_everything_survives_a_reopen(place: Place, clock: Clock) -> None:
     assert await buffer.consume(held.lease_id, step=1) == 2
     assert (await train(buffer))[0] == ["c"]
     await buffer.close()
+
+
+async def test_what_was_consumed_can_be_read_again(buffer: Buffer) -> None:
+    for name in ("a", "b", "c", "d"):
+        await add(buffer, name)
+    given = []
+    for step in range(2):
+        lease, _ = await take(buffer, 2)
+        given.append(lease.groups)
+        await buffer.consume(lease.lease_id, step=step)
+    history = await buffer.lineage()
+    assert [(one.number, one.batch, one.step) for one in history] == [(1, 1, 0), (2, 2, 1)]
+    for one, groups in zip(history, given, strict=True):
+        again = await buffer.consumed(one.batch)
+        assert [group.group_id for group in again] == [group.group_id for group in groups]
+        for found, wanted in zip(again, groups, strict=True):
+            assert [row.token_ids.tolist() for r in found.rollouts for row in r.rows] == [
+                row.token_ids.tolist() for r in wanted.rollouts for row in r.rows
+            ]
+    await buffer.restore(cursor=1, version=0)
+    assert [one.number for one in await buffer.lineage()] == [1]
+    with pytest.raises(NotFoundError, match="batch 2"):
+        await buffer.consumed(2)
+    lease, _ = await take(buffer)  # batch 2 again, in its old extent
+    await buffer.consume(lease.lease_id, step=1)
+    assert [(one.number, one.batch) for one in await buffer.lineage()] == [(1, 1), (3, 2)]

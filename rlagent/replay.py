@@ -1,0 +1,148 @@
+"""Recorded batches, trained on again without engines: `rlagent train --replay RUN`, and single batches as a file: `rlagent dump`.
+
+In the flow it stands beside train.py: the groups come from the buffer of a run that was trained before, in the lineage of its
+newest weights. Invariant: the recorded run is only read; under its own settings the replay's steps are its steps, bit for bit.
+"""
+
+import sqlite3
+import tempfile
+import time
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import safetensors.numpy
+
+from rlagent.buffer import Buffer
+from rlagent.buffer.history import Consumption
+from rlagent.config import Config, build_config
+from rlagent.display import Display
+from rlagent.errors import LoadError
+from rlagent.launch.local import LocalRanks
+from rlagent.run_directory import RunDirectory
+from rlagent.train import model_context, rank_spec
+from rlagent.trainer.batch import pack
+from rlagent.trainer.metrics import data_metrics
+from rlagent.types import Batch, Group
+
+# Metrics that a step computes from its batch and its weights alone.
+_EXACT: Final = ("policy/", "mismatch/")
+_OF_THE_LOOP: Final = ("policy/version",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """How far a replay was the recorded run."""
+
+    num_steps: int
+    num_equal: int  # steps from the first on whose metrics are those recorded, bit for bit
+
+
+def recorded_config(run_dir: Path) -> Config:
+    """The config of a run. LoadError if the directory holds none."""
+    run = RunDirectory(run_dir)
+    if not run.config.is_file():
+        raise LoadError(f"{str(run_dir)!r} is no run directory: it has no config.toml")
+    return build_config(tomllib.loads(run.config.read_text(encoding="utf-8")))
+
+
+@asynccontextmanager
+async def recorded_buffer(run_dir: Path) -> AsyncIterator[Buffer]:
+    """A run's data buffer, to read: a copy of its SQLite file, so that a run that still writes it is not disturbed; or its URL."""
+    config = recorded_config(run_dir)
+    with tempfile.TemporaryDirectory(prefix="rlagent-replay-") as directory:
+        path = Path(directory) / "buffer.db"
+        if config.buffer.url is None:
+            _copy(config.buffer_path, path)
+        buffer = await Buffer.open(path, config.buffer)
+        try:
+            yield buffer
+        finally:
+            await buffer.close()
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise LoadError(f"the run's data buffer {str(source)!r} is gone; a replay needs it")
+    uri = f"{source.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as read, closing(sqlite3.connect(target)) as written:
+        read.backup(written)
+
+
+async def replay(config: Config, recorded: Path) -> Replayed:
+    """Train on the recorded batches in order, from the model directory on; writes metrics and the model to config.run.dir."""
+    before = {record["step"]: record for record in RunDirectory(recorded).read_metrics()}
+    run = RunDirectory.create(config)
+    async with recorded_buffer(recorded) as buffer, LocalRanks(rank_spec(config), run.logs) as ranks:
+        run.begin(config)
+        history = await buffer.lineage()
+        if not history:
+            raise LoadError(f"{str(recorded)!r} was not trained: its data buffer knows no consumption")
+        equal = 0
+        with Display() as display:
+            display.title(f"{run.path}: replay of {len(history)} steps of {recorded}")
+            for step, consumption in enumerate(history[: config.run.steps], 1):
+                start = time.perf_counter()
+                groups = await buffer.consumed(consumption.batch)
+                batch = _pack(config, groups)
+                metrics: dict[str, Any] = dict(data_metrics(groups, batch))
+                if batch.num_sampled:
+                    metrics |= await ranks.call("train_step", batch)
+                same = _same(metrics, before.get(step, {}))
+                equal += same and equal == step - 1
+                elapsed_s = time.perf_counter() - start
+                metrics |= {
+                    "replay/equal": float(same),
+                    "time/step_s": elapsed_s,
+                    "time/train_s": elapsed_s,
+                    "throughput/tokens_per_s": batch.num_tokens / elapsed_s,
+                }
+                run.write_metrics(step, metrics)
+                display.stepped({"step": step, **metrics})
+        await ranks.call("save_hf", run.model)
+    return Replayed(num_steps=min(len(history), config.run.steps), num_equal=equal)
+
+
+def _pack(config: Config, groups: list[Group]) -> Batch:
+    learner = config.learner
+    longest = learner.batch.max_row_tokens or model_context(config.model_dir)
+    return pack(groups, advantage=learner.advantage, loss=learner.loss, max_row_tokens=longest).batch
+
+
+def _same(metrics: dict[str, Any], record: dict[str, Any]) -> bool:
+    names = {name for name in (*metrics, *record) if name.startswith(_EXACT) and name not in _OF_THE_LOOP}
+    return bool(names) and all(metrics.get(name) == record.get(name) for name in names)
+
+
+async def dump(recorded: Path, step: int, out: Path) -> Batch:
+    """Write the batch of a step (1 is the first), as the learner was given it, to a safetensors file.
+
+    Its header names rollouts, tasks and rewards. LoadError for a step that was not trained.
+    """
+    config = recorded_config(recorded)
+    async with recorded_buffer(recorded) as buffer:
+        consumption = _of_step(await buffer.lineage(), step, recorded)
+        groups = await buffer.consumed(consumption.batch)
+    batch = _pack(config, groups)
+    arrays = {
+        field.name: value for field in fields(batch) if isinstance(value := getattr(batch, field.name), np.ndarray)
+    }
+    rollouts = [
+        {"group_id": group.group_id, "rollout_id": rollout.rollout_id, "task_id": rollout.task_id,
+         "reward": rollout.reward.total, "components": dict(rollout.reward.components)}
+        for group in groups for rollout in group.rollouts
+    ]  # fmt: skip
+    header = {"step": str(step), "batch": str(consumption.batch), "rollouts": orjson.dumps(rollouts).decode()}
+    safetensors.numpy.save_file(arrays, out, metadata=header)
+    return batch
+
+
+def _of_step(history: list[Consumption], step: int, recorded: Path) -> Consumption:
+    if not 1 <= step <= len(history):
+        raise LoadError(f"step {step} of {str(recorded)!r} was not trained; it has steps 1 to {len(history)}")
+    return history[step - 1]

@@ -17,9 +17,10 @@ from aiohttp import web
 from rlagent.errors import RlagentError
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.config import RouterConfig
-from rlagent.router.dialects import DIALECTS
+from rlagent.router.dialects import DIALECTS, MESSAGES
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.dialect import Begun, Dialect, StreamWriter
+from rlagent.router.dialects.messages import parse_prompt
 from rlagent.router.dialects.served import events_of, served
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSession
@@ -53,6 +54,7 @@ class CompletionsApi:
             for prefix in ("/v1", "/sessions/{session_id}/v1")
             for route in (
                 *(web.post(f"{prefix}/{dialect.path}", self._handler(dialect)) for dialect in DIALECTS),
+                web.post(f"{prefix}/messages/count_tokens", self.count_tokens),
                 web.get(f"{prefix}/models", self.models),
                 web.get(f"{prefix}/models/{{model}}", self.model),
             )
@@ -70,6 +72,7 @@ class CompletionsApi:
         live = await self._session(request)
         with live.answering():
             ask = dialect.parse(await request.read(), request.headers)
+            await self._recorder.check(ask)
             decision = self._recorder.decide(live, ask)
             if ask.stream:
                 return await self._stream(request, dialect, live, ask, decision)
@@ -79,6 +82,14 @@ class CompletionsApi:
             headers = _headers(call.call_id, decision, dialect)
             response = web.Response(body=body, content_type="application/json", headers=headers)
             return await self._deliver(request, live, call, response)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens: of the prompt that the same request would have now. Nothing is sampled."""
+        request[DIALECT_KEY] = MESSAGES
+        live = await self._session(request)
+        with live.answering():
+            ask = parse_prompt(await request.read())
+            return _json({"input_tokens": self._recorder.num_prompt_tokens(live, ask)})
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""

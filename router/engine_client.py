@@ -72,6 +72,7 @@ class Engine:
         self._going = asyncio.Event()  # cleared while it is paused: what is sent then would run under weights to come
         self._going.set()
         self._num_pauses = 0
+        self._grammar: bool | None = None  # not asked yet
         self._http = http
         self._vocabulary = vocabulary
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
@@ -155,6 +156,18 @@ class Engine:
         """The version of the weights it holds, in its own words."""
         found = await self.control("/model_info", None)
         return str(found.get("weight_version"))
+
+    async def has_grammar(self) -> bool:
+        """Whether it takes `json_schema`: SGLang names its grammar backend, other engines have none."""
+        if self._grammar is None:
+            try:
+                found = await self.control("/server_info", None)
+            except EngineDown:
+                raise
+            except EngineError:
+                return False
+            self._grammar = found.get("grammar_backend") not in (None, "none")
+        return self._grammar
 
     async def healthy(self) -> bool:
         """Whether it can generate. A paused one cannot, and is well as long as it answers."""

@@ -83,9 +83,15 @@ class Generator:
         sampling: Sampling,
         *,
         trainable: bool,
+        schema: str | None = None,
         on_ids: OnIds | None = None,
     ) -> Choice:
-        """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can."""
+        """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can.
+
+        schema: a JSON schema for the engine's grammar, which begins with the output: an aborted output is then sampled
+        anew, and told at its end.
+        """
+        on_ids = on_ids if schema is None else None
         output = _Output()
         avoid: set[Engine] = set()
         failures = 0
@@ -94,7 +100,7 @@ class Generator:
                 return output.choice("length", None, trainable=trainable)
             engine = await self._pick(session_id, avoid)
             ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
-            params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids))
+            params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
             engine.running += 1
             try:
                 part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids)
@@ -113,9 +119,16 @@ class Generator:
             ended = self._ended(output, part, sampling, resumed=attempt > 0)
             if ended is not None:
                 return output.choice(*ended, trainable=trainable)
+            if schema is not None:
+                output = _Output()
             if not part.ids:
                 await asyncio.sleep(RESUME_PAUSE_S)
         raise EngineError(f"the engines aborted a call {MAX_RESUMES} times; see their logs")
+
+    async def has_grammar(self) -> bool:
+        """Whether every engine that may get a call takes a grammar."""
+        found = await asyncio.gather(*(engine.has_grammar() for engine in self._pool.engines if engine.state != "down"))
+        return all(found)
 
     async def _pick(self, session_id: str, avoid: set[Engine]) -> Engine:
         try:
@@ -199,11 +212,13 @@ def _without_stop(part: Part) -> list[int]:
     return part.ids[:-1] if ended else part.ids
 
 
-def _params(sampling: Sampling, budget: int, sampled: int) -> dict[str, Any]:
+def _params(sampling: Sampling, budget: int, sampled: int, schema: str | None) -> dict[str, Any]:
     """SGLang's sampling_params. A resumed call must not draw what it drew before, so its seed moves on."""
     given = asdict(sampling)
     params: dict[str, Any] = {name: given[name] for name in ("temperature", "top_p", "top_k")}
     params |= {"max_new_tokens": budget, "no_stop_trim": True, "skip_special_tokens": False}
+    if schema is not None:
+        params["json_schema"] = schema
     if sampling.stop:
         params["stop"] = list(sampling.stop)
     if sampling.seed is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlagent.router.conversation import Message
+from rlagent.router.forced_call import ForcedCallParser
 from rlagent.router.parse import Event, OutputParser, trim_stop
 from rlagent.router.tokenizer import Detokenizer, Tokenizer
 from rlagent.types import Choice, ParseStatus
@@ -16,9 +17,11 @@ from rlagent.types import Choice, ParseStatus
 class ChoiceReader:
     """Reads one choice. `feed` new ids without the stop token, then `finish`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, tools: bool, thinking: bool, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, tools: bool, thinking: bool, stops: Sequence[str], forced: bool = False
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._parser = OutputParser(tools=tools, thinking=thinking)
+        self._parser = ForcedCallParser() if forced else OutputParser(tools=tools, thinking=thinking)
         self._stops = tuple(stops)
         self._held = ""  # what may be the start of a stop string
         self._stopped = False

@@ -24,6 +24,7 @@ from rlagent.router.conversation import Root, root_of
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.errors import overflow
 from rlagent.router.generate import Generator
+from rlagent.router.grammar import no_grammar
 from rlagent.router.live import Flight, LiveSession, sealed
 from rlagent.router.parse import Event
 from rlagent.router.plan import Plan, plan
@@ -75,6 +76,16 @@ class Recorder:
         """The sampling in effect for a request."""
         trained = live.session.train and ask.model not in self._router.untrained_models
         return decide(ask.asked, self._sampling, live.session.sampling, trained=trained)
+
+    async def check(self, ask: Ask) -> None:
+        """A 400 where a request asks for what the engines do not have."""
+        if ask.grammar is not None and not await self._generator.has_grammar():
+            raise no_grammar()
+
+    def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
+        """How long the prompt of a request would be."""
+        root = root_of(ask.model, ask.conversation, self._renderer.digest)
+        return len(plan(live.forest, self._renderer, ask.conversation, root, self._router.reasoning).ids)
 
     def begin(self, live: LiveSession, ask: Ask, decision: Decision, on_events: OnEvents | None) -> tuple[Flight, bool]:
         """Start the call that answers a request; for an SDK's retry, the one made or being made for it before.
@@ -164,6 +175,7 @@ class Recorder:
             ChoiceReader(
                 self._renderer.tokenizer,
                 tools=ask.tools,
+                forced=ask.grammar is not None and ask.grammar.is_call,
                 thinking=tail.rstrip().endswith("<think>"),
                 stops=prepared.decision.sampling.stop,
             )
@@ -233,13 +245,15 @@ class Recorder:
         sampling = prepared.decision.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + number)
-        trainable = prepared.decision.exact and prepared.ask.model not in self._router.untrained_models
+        ask = prepared.ask
+        trainable = prepared.decision.exact and ask.grammar is None and ask.model not in self._router.untrained_models
         choice = await self._generator.choice(
             f"{prepared.call_id}.{number}",
             live.session.session_id,
             prepared.plan.ids,
             sampling,
             trainable=trainable,
+            schema=None if ask.grammar is None else ask.grammar.schema,
             on_ids=None if on_events is None else on_ids,
         )
         events = reader.finish(choice)
@@ -296,6 +310,7 @@ def _client_note(prepared: Prepared) -> bytes:
         "ignored": dict(ask.ignored),
         "tools": ask.tools,
         "logprobs": ask.logprobs,
+        **({} if ask.grammar is None else {"json_schema": ask.grammar.schema}),
         "root": {"model": root.model, "tools": root.tools, "template": root.template},
         "segment": prepared.plan.segment,
     }

@@ -2,11 +2,22 @@
 
 from typing import Final
 
-from rlagent.router.dialects.chat import parse
-from rlagent.router.dialects.chat_answer import ChunkWriter, completion
+from rlagent.router.dialects import chat, chat_answer, messages, messages_answer
 from rlagent.router.dialects.dialect import Dialect
 
 CHAT: Final = Dialect(
-    path="chat/completions", parse=parse, answer=completion, stream=ChunkWriter, error=lambda error: error.body
+    path="chat/completions",
+    parse=chat.parse,
+    answer=chat_answer.completion,
+    stream=chat_answer.ChunkWriter,
+    error=lambda error: error.body,
 )
-DIALECTS: Final = (CHAT,)
+MESSAGES: Final = Dialect(
+    path="messages",
+    parse=messages.parse,
+    answer=messages_answer.message,
+    stream=messages_answer.EventWriter,
+    error=messages_answer.error_body,
+    request_id="request-id",
+)
+DIALECTS: Final = (CHAT, MESSAGES)

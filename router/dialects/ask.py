@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlagent.router.conversation import Conversation
+from rlagent.router.grammar import Grammar
 from rlagent.router.sampling import Asked
 
 
@@ -19,6 +20,7 @@ class Ask:
     model: str
     conversation: Conversation
     asked: Asked
+    grammar: Grammar | None = None
     n: int = 1
     tools: bool = False  # whether tool calls are read from the output
     stream: bool = False

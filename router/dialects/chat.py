@@ -24,6 +24,7 @@ from rlagent.router.dialects.body import (
     refuse,
 )
 from rlagent.router.errors import invalid
+from rlagent.router.grammar import Grammar, forced_call, is_forced, json_answer
 from rlagent.router.sampling import Asked
 
 # OpenAI's own limit.
@@ -91,6 +92,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
             stop=read_stops(body.stop),
             other={name: value for name in OTHER_SAMPLING if (value := getattr(body, name)) is not None},
         ),
+        grammar=_grammar(body),
         n=body.n or 1,
         tools=bool(tools) and body.tool_choice != "none",
         stream=bool(body.stream),
@@ -111,19 +113,11 @@ def _check(body: _Body) -> None:
         )
     if body.modalities not in (None, ["text"]):
         raise invalid("modalities: the policy is a text model; use ['text']", "modalities")
-    if (body.response_format or {}).get("type", "text") != "text":
+    if body.parallel_tool_calls is False and not is_forced(body.tool_choice):
         raise invalid(
-            "response_format is not supported beyond {'type': 'text'}: a grammar would change the distribution that is "
-            "trained on; ask for JSON in the prompt",
-            "response_format",
+            "parallel_tool_calls = false cannot be enforced; say so in the prompt, or force one call",
+            "parallel_tool_calls",
         )
-    if body.tool_choice not in (None, "auto", "none"):
-        raise invalid(
-            "tool_choice is 'auto' or 'none': a forced call would change the distribution that is trained on",
-            "tool_choice",
-        )
-    if body.parallel_tool_calls is False:
-        raise invalid("parallel_tool_calls = false cannot be enforced; say so in the prompt", "parallel_tool_calls")
     for index, tool in enumerate(body.tools or []):
         function = tool.get("function")
         if (
@@ -132,6 +126,33 @@ def _check(body: _Body) -> None:
             or not isinstance(function.get("name"), str)
         ):
             raise invalid(f"tools.{index} is not {{'type': 'function', 'function': {{'name': ...}}}}", "tools")
+
+
+def _grammar(body: _Body) -> Grammar | None:
+    choice, form = body.tool_choice, body.response_format or {}
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if choice.get("type") != "function" or not isinstance(function, dict):
+            raise invalid("tool_choice is not {'type': 'function', 'function': {'name': ...}}", "tool_choice")
+        return forced_call(body.tools or [], str(function.get("name")))
+    if choice == "required":
+        return forced_call(body.tools or [], None)
+    if choice not in (None, "auto", "none"):
+        raise invalid(f"tool_choice is {choice!r}; use 'auto', 'none', 'required' or a function", "tool_choice")
+    match form.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return json_answer({"type": "object"}, "response_format")
+        case "json_schema":
+            named = form.get("json_schema")
+            return json_answer(
+                named.get("schema") if isinstance(named, dict) else None, "response_format.json_schema.schema"
+            )
+    raise invalid(
+        f"response_format is of type {form.get('type')!r}; use 'text', 'json_object' or 'json_schema'",
+        "response_format",
+    )
 
 
 def _message(found: Mapping[str, Any], index: int) -> Message:

@@ -45,6 +45,7 @@ class FakeEngine:
         self.started = asyncio.Event()
         self.aborted = asyncio.Event()
         self.healthy = True
+        self.grammar_backend: str | None = None
         self.pausing = asyncio.Event()  # set when a pause has come in
         self.hold_pause: asyncio.Event | None = None
         self.num_running = 0
@@ -123,6 +124,9 @@ class FakeEngine:
     async def model_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
+    async def server_info(self, _request: web.Request) -> web.Response:
+        return web.json_response({"grammar_backend": self.grammar_backend})
+
     async def health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
@@ -140,6 +144,7 @@ async def fake_engine(script: Script) -> AsyncIterator[FakeEngine]:
             web.post("/generate", engine.generate),
             web.get("/health_generate", engine.health),
             web.get("/model_info", engine.model_info),
+            web.get("/server_info", engine.server_info),
             *(
                 web.post(path, engine.command)
                 for path in (

@@ -1,0 +1,251 @@
+"""Anthropic messages, the request: system, blocks and tools parsed into an Ask.
+
+A user's message may hold several tool results and text: each result becomes a tool's message, the text between them a
+user's, in their order. An assistant's text, thinking and tool_use blocks are one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+from pydantic import Field
+
+from rlagent.router.conversation import Conversation, Message, Role, ToolCall, digest
+from rlagent.router.dialects.ask import Ask
+from rlagent.router.dialects.body import (
+    OTHER_SAMPLING,
+    Body,
+    ignored,
+    read_body,
+    read_retry_count,
+    read_stops,
+    read_template_args,
+    refuse,
+)
+from rlagent.router.errors import invalid
+from rlagent.router.grammar import Grammar, forced_call, json_answer
+from rlagent.router.sampling import Asked
+
+_REFUSED: Final = {
+    "mcp_servers": "the router calls no tools; let the agent call them",
+    "container": "there is no code execution here; give the policy a tool instead",
+    "prefill": "an answer cannot be begun for the policy; leave it out",
+}
+
+
+class Prompt(Body):
+    """What count_tokens reads of a request."""
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Body(Prompt):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+
+
+def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
+    """A request's body as an Ask. ApiError names the field and what to do."""
+    body = read_body(_Body, content)
+    conversation = _conversation(body)
+    choice = (body.tool_choice or {}).get("type", "auto")
+    effort = {name: value for name, value in (body.output_config or {}).items() if name != "format"}
+    return Ask(
+        dialect="messages",
+        id_prefix="msg_",
+        model=body.model,
+        conversation=conversation,
+        asked=Asked(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            max_tokens=body.max_tokens,
+            stop=read_stops(body.stop_sequences, "stop_sequences"),
+            other={name: value for name in OTHER_SAMPLING if (value := getattr(body, name)) is not None},
+        ),
+        grammar=_grammar(body, conversation),
+        tools=bool(conversation.tools) and choice != "none",
+        stream=bool(body.stream),
+        ignored=ignored(body) | ({"output_config": effort} if effort else {}),
+        body_digest=digest(content),
+        retry_count=read_retry_count(headers),
+    )
+
+
+def parse_prompt(content: bytes) -> Ask:
+    """The body of count_tokens: a request without its limits."""
+    body = read_body(Prompt, content)
+    return Ask(dialect="messages", model=body.model, conversation=_conversation(body), asked=Asked())
+
+
+def _conversation(body: Prompt) -> Conversation:
+    refuse(body, _REFUSED)
+    system = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
+    found = [message for index, sent in enumerate(body.messages) for message in _messages(sent, f"messages.{index}")]
+    if found and found[-1].role == "assistant":
+        raise invalid(
+            "messages end with the assistant: an answer cannot be begun for the policy; end with a user's message",
+            "messages",
+        )
+    return Conversation(
+        messages=(*system, *found),
+        tools=tuple(_tool(tool, index) for index, tool in enumerate(body.tools or [])),
+        template_args=read_template_args(body.chat_template_kwargs),
+    )
+
+
+def _grammar(body: _Body, conversation: Conversation) -> Grammar | None:
+    choice = body.tool_choice or {}
+    kind = choice.get("type", "auto")
+    if kind not in ("auto", "none", "any", "tool"):
+        raise invalid(f"tool_choice.type is {kind!r}; use auto, any, tool or none", "tool_choice")
+    if kind == "any":
+        return forced_call(conversation.tools, None)
+    if kind == "tool":
+        return forced_call(conversation.tools, str(choice.get("name")))
+    if choice.get("disable_parallel_tool_use"):
+        raise invalid(
+            "tool_choice.disable_parallel_tool_use cannot be enforced; say so in the prompt, or force one call",
+            "tool_choice",
+        )
+    form = (body.output_config or {}).get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise invalid("output_config.format is not {'type': 'json_schema', 'schema': {...}}", "output_config")
+    return json_answer(form.get("schema"), "output_config.format.schema")
+
+
+def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """A tool in OpenAI's form, which chat templates expect."""
+    kind, schema = found.get("type") or "custom", found.get("input_schema")
+    if kind != "custom":
+        raise invalid(f"tools.{index} is of type {kind!r}, which the router cannot run; use a custom tool", "tools")
+    if not isinstance(found.get("name"), str) or not isinstance(schema, dict):
+        raise invalid(f"tools.{index} is not {{'name', 'description', 'input_schema': {{...}}}}", "tools")
+    function: dict[str, Any] = {"name": found["name"]}
+    if found.get("description") is not None:
+        function["description"] = found["description"]
+    function["parameters"] = schema
+    if found.get("strict") is not None:
+        function["strict"] = found["strict"]
+    return {"type": "function", "function": function}
+
+
+def _messages(found: Mapping[str, Any], where: str) -> list[Message]:
+    role, content = found.get("role"), found.get("content")
+    match role:
+        case "assistant":
+            return [_assistant(content, where)]
+        case "user":
+            return _user(content, where)
+        case "system":
+            return [Message(role="system", content=_text(content, f"{where}.content"))]
+    raise invalid(f"{where}.role is {role!r}; use user or assistant", "messages")
+
+
+def _user(content: Any, where: str) -> list[Message]:
+    messages: list[Message] = []
+    texts: list[str] = []
+    role: Role = "user"
+
+    def say() -> None:
+        if texts:
+            messages.append(Message(role=role, content="".join(texts)))
+            texts.clear()
+
+    for kind, block, at in _blocks(content, where):
+        match kind:
+            case "text":
+                texts.append(_string(block, "text", at))
+            case "tool_result":
+                say()
+                result = block.get("content")
+                text = "" if result is None else _text(result, f"{at}.content")
+                messages.append(Message(role="tool", content=text, tool_call_id=_string(block, "tool_use_id", at)))
+            case _:
+                raise _unread(kind, at)
+    say()
+    return messages or [Message(role="user")]
+
+
+def _assistant(content: Any, where: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for kind, block, at in _blocks(content, where):
+        match kind:
+            case "text":
+                texts.append(_string(block, "text", at))
+            case "thinking":
+                thoughts.append(_string(block, "thinking", at))
+            case "tool_use":
+                given = block.get("input")
+                if not isinstance(given, dict):
+                    raise invalid(f"{at}.input is not an object", "messages")
+                name, call_id = _string(block, "name", at), _string(block, "id", at)
+                calls.append(ToolCall(call_id=call_id, name=name, arguments=orjson.dumps(given).decode()))
+            case _:
+                raise _unread(kind, at)
+    return Message(role="assistant", content="".join(texts), reasoning="".join(thoughts), tool_calls=tuple(calls))
+
+
+def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Each block's type, itself, and where it stands. Text alone is one text block."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}] if content else []
+    if not isinstance(content, list):
+        raise invalid(f"{where}.content is neither text nor a list of blocks", "messages")
+    for number, block in enumerate(content):
+        at = f"{where}.content.{number}"
+        if not isinstance(block, dict):
+            raise invalid(f"{at} is not a block", "messages")
+        yield str(block.get("type")), block, at
+
+
+def _text(found: Any, where: str) -> str:
+    """Text, or text blocks, which follow one another without a separator."""
+    if isinstance(found, str):
+        return found
+    field = where.partition(".")[0]
+    if not isinstance(found, list):
+        raise invalid(f"{where} is neither text nor a list of text blocks", field)
+    texts: list[str] = []
+    for number, block in enumerate(found):
+        at = f"{where}.{number}"
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise _unread(str(block.get("type")) if isinstance(block, dict) else type(block).__name__, at)
+        texts.append(_string(block, "text", at))
+    return "".join(texts)
+
+
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{where}.{name} is not a string", where.partition(".")[0])
+    return value
+
+
+def _unread(kind: str, where: str) -> Exception:
+    reason = (
+        "it was not made here; leave it out"
+        if kind == "redacted_thinking"
+        else "the policy is a text model; leave it out"
+    )
+    return invalid(f"{where} is a block of type {kind!r}: {reason}", where.partition(".")[0])

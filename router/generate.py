@@ -174,12 +174,15 @@ class Generator:
     def _ended(
         self, output: _Output, part: Part, sampling: Sampling, *, resumed: bool
     ) -> tuple[FinishReason, int | str | None] | None:
-        """Why the choice ended; None when it goes on. A stop string may begin before a resume: it is sought again."""
-        if resumed and sampling.stop:
+        """Why the choice ended; None when it goes on.
+
+        A stop string is sought again: it may begin before a resume, and an engine may sample past it within one step.
+        """
+        assert part.finish is not None
+        if sampling.stop and (resumed or isinstance(part.finish.get("matched"), str)):
             found = self._cut_at_stop(output, sampling.stop)
             if found is not None:
                 return "stop", found
-        assert part.finish is not None
         kind = part.finish.get("type")
         if kind == "stop":
             return "stop", part.finish.get("matched")

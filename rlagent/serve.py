@@ -95,6 +95,10 @@ async def serving(
     renderer = Renderer.load(model_dir)
     vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
     context = int(model["max_position_embeddings"])
+    if engine.kind == "sglang" and router.pause_mode == "in_place":
+        # With overlapped scheduling one token that the old weights sampled is told as of the new version.
+        args = ("--disable-overlap-schedule", *engine.sglang.args)
+        engine = engine.model_copy(update={"sglang": engine.sglang.model_copy(update={"args": args})})
     if engine.kind == "embedded" or (engine.kind == "sglang" and on_cpu(engine)):
         context = min(context, engine.max_total_tokens)
     async with AsyncExitStack() as stack:

@@ -29,7 +29,8 @@ HEALTH_TIMEOUT_S: Final = 5.0
 # /health_generate answers once the engine has sampled something, and by itself after 20 s if it has not (SGLang's own limit).
 GENERATE_TIMEOUT_S: Final = 25.0
 # What was aborted or retracted frees its cache within a step; so long a flush waits for that.
-_FLUSH_WAIT_S: Final = 10
+_FLUSH_WAIT_S: Final = 10.0
+_FLUSH_POLL_S: Final = 0.05
 # Longest line of an engine's event stream: cumulative ids and logprobs of a long answer.
 _STREAM_BUFFER: Final = 16 * 1024 * 1024
 
@@ -132,8 +133,21 @@ class Engine:
         await self.control("/pause_generation", {"mode": mode})
 
     async def flush(self) -> None:
-        """Forget cached prefixes: they are of weights that are no more. EngineError while something runs."""
-        await self.control(f"/flush_cache?timeout={_FLUSH_WAIT_S}", {})
+        """Forget cached prefixes: they are of weights that are no more. EngineError when something goes on running.
+
+        SGLang's own `timeout` is of no use here: it waits until nothing is pending, which what was retracted is.
+        """
+        try:
+            async with asyncio.timeout(_FLUSH_WAIT_S):
+                while True:
+                    with suppress(EngineRefused):
+                        await self.control("/flush_cache", {})
+                        return
+                    await asyncio.sleep(_FLUSH_POLL_S)
+        except TimeoutError as error:
+            raise EngineRefused(
+                f"{self.url} does not flush its cache within {_FLUSH_WAIT_S} s: something runs"
+            ) from error
 
     async def resume(self) -> None:
         """Generate again."""

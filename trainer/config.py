@@ -94,9 +94,8 @@ class ParallelConfig(_Part):
 class SyncConfig(_Part):
     """How weights reach the engines."""
 
-    transport: Literal["tensor", "distributed", "disk"] = "tensor"
+    transport: Literal["tensor", "distributed", "disk", "delta"] = "tensor"
     bucket_bytes: int = Field(512 * 1024 * 1024, ge=1024)
-    pause: Literal["abort", "retract", "in_place"] = "abort"
     verify_every: int = Field(1, ge=0, description="compare checksums every N publishes; 0 never")
     snapshot_every: int = Field(
         10, ge=1, description="write a full Hugging Face snapshot every N publishes, for recovery"

@@ -29,7 +29,7 @@ from rlagent.trainer.weight_sync.transports import DiskTransport
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).parents[2] / "examples" / "parcels" / "model"
-TRANSPORTS = ["tensor", "distributed", "disk"]
+TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
 PROMPT_S = 20.0  # far below every timeout of a push; a machine under load needs some
 Weights = dict[str, torch.Tensor]
 
@@ -152,13 +152,13 @@ def test_a_wrong_shape_is_refused_by_name_and_a_reload_serves_the_old_weights(
     engine: str, old: Weights, new: Weights, transport: str
 ) -> None:
     before = logprobs(engine)
-    path = "/update_weights_from_" + transport
+    path = "/update_weights_from_" + ("disk" if transport == "delta" else transport)
     pusher = sync(transport)
     post(engine, "/pause_generation", mode="abort").raise_for_status()
     with pytest.raises(WeightSyncError, match=rf"{engine} refused {path}.*model\.norm\.weight"):
         pusher.push([engine], {**new, "model.norm.weight": torch.ones(3)}.items(), version=1)
     assert version(engine) == "0"
-    if transport != "disk":
+    if transport in ("tensor", "distributed"):
         refused = post(engine, "/continue_generation")
         assert refused.status_code == 400
         assert "update is open" in refused.text
@@ -338,7 +338,7 @@ def test_the_disk_transport_writes_a_whole_model_directory(
     for weights in (new, {name: tensor + 1 for name, tensor in new.items()}):
         for bucket in make_buckets(weights.items(), 300_000):
             transport.send(engines, bucket)
-        transport.finish(engines)
+        transport.finish(engines, 1)
         path, found = loaded.pop()
         assert path == "/update_weights_from_disk"
         assert list(directory.iterdir()) == []

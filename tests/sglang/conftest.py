@@ -25,7 +25,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server(request: pytest.FixtureRequest, policies: Policies) -> Iterator[Server]:
     if request.param == "sglang":
-        with running_sglang(policies.dirs["old"], "--context-length", str(CONTEXT)) as url:
+        with running_sglang(
+            policies.dirs["old"], "--context-length", str(CONTEXT), "--disable-overlap-schedule"
+        ) as url:
             yield Server("sglang", url)
     else:
         with running_engine(policies.dirs["old"], "--max-running", "8", "--max-total-tokens", "16384") as url:

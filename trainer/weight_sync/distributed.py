@@ -30,6 +30,8 @@ _LEAVE_S: Final = 10.0
 class DistributedTransport:
     """Broadcasts tensor by tensor: gloo on a CPU, NCCL on GPUs. The group is kept between pushes to the same engines."""
 
+    by_disk = False
+
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._name = ""
@@ -62,7 +64,7 @@ class DistributedTransport:
             sending.clear()  # each holds the group, and the frames of an error would hold them
         raise WeightSyncError(f"the broadcast to engines {', '.join(engines.urls)} failed: {reason}")
 
-    def finish(self, engines: EngineSet) -> None:
+    def finish(self, engines: EngineSet, version: int) -> None:
         """Nothing is left to do."""
 
     def abandon(self) -> None:
@@ -92,14 +94,21 @@ class DistributedTransport:
     def _join(self, engines: EngineSet, backend: str) -> dist.ProcessGroup:
         """A new group with these engines. Its name is new too: an engine may hold a broken one."""
         self._name = f"rlagent-weights-{uuid4().hex}"
-        world_size = 1 + len(engines.urls)
+        replicated = next((engine.url for engine in engines.engines if engine.facts.data > 1), None)
+        if replicated is not None:
+            raise WeightSyncError(
+                f"engine {replicated} is data-parallel inside, and SGLang has no ranks for its replicas in a broadcast; "
+                "set engine.sglang.data = 1 and engine.count higher, or sync.transport = 'tensor'"
+            )
+        ranks = [engine.facts.tensor for engine in engines.engines]
+        world_size = 1 + sum(ranks)
         store = TCPStore(_HOST, 0, world_size, is_master=True, timeout=_JOIN, wait_for_workers=False)
         joining: list[Future[Any]] = []
         for index, engine in enumerate(engines.engines):
             body = {
                 "master_address": _HOST,
                 "master_port": store.port,
-                "rank_offset": 1 + index,
+                "rank_offset": 1 + sum(ranks[:index]),
                 "world_size": world_size,
                 "group_name": self._name,
                 "backend": backend,

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -12,6 +14,16 @@ T = TypeVar("T")
 TIMEOUT_S: Final = 600.0  # a large bucket is loaded before it is answered
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a push must know of an engine: `tensor` ranks hold the model together, in each of `data` replicas."""
+
+    sglang: bool
+    on_gpu: bool
+    tensor: int
+    data: int
+
+
 class EngineApi:
     """Control of one engine."""
 
@@ -19,10 +31,24 @@ class EngineApi:
         self.url = url
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 
+    @cached_property
+    def facts(self) -> EngineFacts:
+        """Asked for once, from /server_info. SGLang tells its own version there, the embedded engine says that it is rlagent's."""
+        found = self._request("GET", "/server_info", None, TIMEOUT_S)
+        return EngineFacts(
+            sglang=found.get("version") != "rlagent",
+            on_gpu=found.get("device") != "cpu",
+            tensor=int(found.get("tp_size", 1)),
+            data=int(found.get("dp_size", 1)),
+        )
+
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """POST; the JSON answer. WeightSyncError with status and body when it is not a success."""
+        return self._request("POST", path, dict(body), timeout_s)
+
+    def _request(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
         try:
-            response = self._http.post(path, json=dict(body), timeout=timeout_s)
+            response = self._http.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:

@@ -4,7 +4,6 @@ Invariant: an engine says version n only once all of n is in it; whatever fails 
 up, which brings the engines back to the newest snapshot.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.config import SyncConfig
-from rlagent.trainer.weight_sync.buckets import Bucket, make_buckets
+from rlagent.trainer.weight_sync.buckets import make_buckets
+from rlagent.trainer.weight_sync.checksums import Expected
 from rlagent.trainer.weight_sync.distributed import DistributedTransport
-from rlagent.trainer.weight_sync.engine_api import EngineSet
+from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet
 from rlagent.trainer.weight_sync.report import PushReport
-from rlagent.trainer.weight_sync.transports import DiskTransport, TensorTransport, Transport
+from rlagent.trainer.weight_sync.transports import DeltaTransport, DiskTransport, TensorTransport, Transport
 
 
 class WeightSync:
@@ -33,6 +33,7 @@ class WeightSync:
             "tensor": TensorTransport,
             "distributed": DistributedTransport,
             "disk": lambda: DiskTransport(model_dir),
+            "delta": lambda: DeltaTransport(model_dir),
         }
         self._transport = kinds[config.transport]()
 
@@ -51,36 +52,32 @@ class WeightSync:
 
     def _push(self, engines: EngineSet, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> PushReport:
         verify = self._config.verify_every > 0 and self._num_pushes % self._config.verify_every == 0
+        expected = Expected(engine.facts for engine in engines.engines) if verify else None
         seconds = {"gather": 0.0, "send": 0.0}
-        checksums: dict[str, str] = {}
-        on_disk = self._config.transport == "disk"
         num_bytes = num_buckets = 0
-        if not on_disk:
-            engines.post("/begin_weight_update", {"selector": "all"})
+        if not self._transport.by_disk:
+            engines.each(_begin)
         clock = time.perf_counter()
         for bucket in make_buckets(self._cast(weights), self._config.bucket_bytes):
-            if verify:
-                checksums |= bucket_checksums(bucket)
+            if expected is not None:
+                for slot in bucket.slots:
+                    expected.add(slot.name, bucket.tensor(slot))
             seconds["gather"] += -clock + (clock := time.perf_counter())
             self._transport.send(engines, bucket)
             seconds["send"] += -clock + (clock := time.perf_counter())
             num_bytes, num_buckets = num_bytes + bucket.flat.nbytes, num_buckets + 1
-        self._transport.finish(engines)
-        if not on_disk:
+        sent_bytes = self._transport.finish(engines, version)
+        if not self._transport.by_disk:
             engines.post("/end_weight_update", {})
         engines.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         seconds["end"] = -clock + (clock := time.perf_counter())
-        verified = self._verify(engines, checksums) if verify else "not this time"
+        verified = "not this time" if expected is None else self._verify(engines, expected)
         seconds["verify"] = time.perf_counter() - clock
-        digest = hashlib.sha256("".join(checksums.values()).encode()).hexdigest() if checksums else ""
         return PushReport(
-            version=version,
-            num_bytes=num_bytes,
-            num_buckets=num_buckets,
-            checksum=digest,
-            verified=verified,
-            seconds=seconds,
-        )
+            version=version, num_bytes=num_bytes, num_buckets=num_buckets,
+            sent_bytes=num_bytes if sent_bytes is None else sent_bytes,
+            checksum="" if expected is None else expected.digest, verified=verified, seconds=seconds,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Leave groups, close connections."""
@@ -104,23 +101,18 @@ class WeightSync:
             self._engines = None
 
     @staticmethod
-    def _verify(engines: EngineSet, expected: dict[str, str]) -> str:
+    def _verify(engines: EngineSet, expected: Expected) -> str:
         """Compare what every engine holds with what was sent, tensor by tensor."""
-        for engine, answer in zip(
-            engines.engines, engines.post("/weights_checker", {"action": "checksum"}), strict=True
-        ):
-            if answer.get("naming") != "hf":
-                return f"engine {engine.url} hashes fused tensors, which are not compared"
-            found = answer.get("checksums", {})
-            wrong = [name for name, digest in expected.items() if found.get(name) != digest]
-            if wrong:
-                raise WeightSyncError(
-                    f"engine {engine.url} does not hold what was sent: {len(wrong)} of {len(expected)} tensors differ, first {wrong[0]!r}"
-                )
-        return "yes"
+        answers = [expected.compare(engine) for engine in engines.engines]
+        return next((answer for answer in answers if answer != "yes"), "yes")
 
 
-def bucket_checksums(bucket: Bucket) -> dict[str, str]:
-    """sha256 of each tensor's bytes."""
-    flat = bucket.flat.cpu().numpy().data
-    return {slot.name: hashlib.sha256(flat[slot.start_idx : slot.end_idx]).hexdigest() for slot in bucket.slots}
+def _begin(engine: EngineApi) -> None:
+    """Open an update. SGLang refuses while one is open that a failed push left: it is ended first; what it lacks comes now."""
+    try:
+        engine.post("/begin_weight_update", {"selector": "all"})
+    except WeightSyncError as error:
+        if "already open" not in str(error):
+            raise
+        engine.post("/end_weight_update", {})
+        engine.post("/begin_weight_update", {"selector": "all"})

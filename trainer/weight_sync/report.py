@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 class PushReport:
     """checksum: sha256 over all tensors' checksums in the order they were sent; "" when none was computed this time.
 
+    num_bytes: of the policy; sent_bytes: what travelled for it (a delta is smaller).
     seconds: by stage ("gather" from the learner, "send", "end", "verify"). verified: "yes", or why not.
     """
 
     version: int
     num_bytes: int
     num_buckets: int
+    sent_bytes: int
     checksum: str
     verified: str
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -71,8 +71,7 @@ class CompletionsApi:
         """One completion, whole or streamed."""
         live = await self._session(request)
         with live.answering():
-            ask = dialect.parse(await request.read(), request.headers)
-            await self._recorder.check(ask)
+            ask = await self._recorder.complete(live, dialect.parse(await request.read(), request.headers))
             decision = self._recorder.decide(live, ask)
             if ask.stream:
                 return await self._stream(request, dialect, live, ask, decision)

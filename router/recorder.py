@@ -25,6 +25,7 @@ from rlagent.router.dialects.ask import Ask
 from rlagent.router.errors import overflow
 from rlagent.router.generate import Generator
 from rlagent.router.grammar import no_grammar
+from rlagent.router.history import continued
 from rlagent.router.live import Flight, LiveSession, sealed
 from rlagent.router.parse import Event
 from rlagent.router.plan import Plan, plan
@@ -77,10 +78,14 @@ class Recorder:
         trained = live.session.train and ask.model not in self._router.untrained_models
         return decide(ask.asked, self._sampling, live.session.sampling, trained=trained)
 
-    async def check(self, ask: Ask) -> None:
-        """A 400 where a request asks for what the engines do not have."""
+    async def complete(self, live: LiveSession, ask: Ask) -> Ask:
+        """The request with the history that it names. A 400 where it asks for what the engines do not have."""
         if ask.grammar is not None and not await self._generator.has_grammar():
             raise no_grammar()
+        if ask.previous is None:
+            return ask
+        calls = {call.call_id: call for call in await self._buffer.calls(live.session.session_id)}
+        return replace(ask, conversation=continued(ask.conversation, ask.num_lead, ask.previous, calls))
 
     def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
         """How long the prompt of a request would be."""
@@ -310,6 +315,7 @@ def _client_note(prepared: Prepared) -> bytes:
         "ignored": dict(ask.ignored),
         "tools": ask.tools,
         "logprobs": ask.logprobs,
+        **({"num_lead": ask.num_lead} if ask.num_lead else {}),
         **({} if ask.grammar is None else {"json_schema": ask.grammar.schema}),
         "root": {"model": root.model, "tools": root.tools, "template": root.template},
         "segment": prepared.plan.segment,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from rlagent.router.dialects import chat, chat_answer, messages, messages_answer
+from rlagent.router.dialects import chat, chat_answer, messages, messages_answer, responses, responses_answer
 from rlagent.router.dialects.dialect import Dialect
 
 CHAT: Final = Dialect(
@@ -20,4 +20,11 @@ MESSAGES: Final = Dialect(
     error=messages_answer.error_body,
     request_id="request-id",
 )
-DIALECTS: Final = (CHAT, MESSAGES)
+RESPONSES: Final = Dialect(
+    path="responses",
+    parse=responses.parse,
+    answer=responses_answer.response,
+    stream=responses_answer.EventWriter,
+    error=lambda error: error.body,
+)
+DIALECTS: Final = (CHAT, RESPONSES, MESSAGES)

@@ -10,10 +10,9 @@ import orjson
 from rlagent.router.conversation import Message, ToolCall
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.dialect import Begun, Json
-from rlagent.router.dialects.served import num_reasoning, num_sampled, served
+from rlagent.router.dialects.served import num_reasoning, num_sampled, served, token_logprobs
 from rlagent.router.errors import ApiError
 from rlagent.router.parse import Event, Text, Thought
-from rlagent.router.reader import visible_ids
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Call, Choice
 
@@ -134,9 +133,4 @@ def _finish_reason(choice: Choice, message: Message) -> str:
 
 
 def _logprobs(choice: Choice, tokenizer: Tokenizer) -> Json:
-    """The sampled tokens' own logprobs, the stop token's left out as its text is."""
-    content = []
-    for token, logprob in zip(visible_ids(choice), choice.logprobs.tolist(), strict=False):
-        text = tokenizer.decode([token])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(choice, tokenizer), "refusal": None}

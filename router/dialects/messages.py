@@ -133,7 +133,7 @@ def _grammar(body: _Body, conversation: Conversation) -> Grammar | None:
 
 
 def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """A tool in OpenAI's form, which chat templates expect."""
+    """A tool in chat's form, which templates expect. `strict` is left out: without a grammar it says nothing."""
     kind, schema = found.get("type") or "custom", found.get("input_schema")
     if kind != "custom":
         raise invalid(f"tools.{index} is of type {kind!r}, which the router cannot run; use a custom tool", "tools")
@@ -143,8 +143,6 @@ def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if found.get("description") is not None:
         function["description"] = found["description"]
     function["parameters"] = schema
-    if found.get("strict") is not None:
-        function["strict"] = found["strict"]
     return {"type": "function", "function": function}
 
 

@@ -5,12 +5,13 @@ Invariant: an answer is a function of the request and the recorded call, so that
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
 from rlagent.router.conversation import Message
 from rlagent.router.parse import Event, Text, Thought
+from rlagent.router.reader import visible_ids
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Call, Choice
 
@@ -39,6 +40,15 @@ def num_reasoning(call: Call, tokenizer: Tokenizer) -> int:
     """How many of the sampled tokens were reasoning, up to and including what closes it."""
     pairs = zip(call.choices, served(call), strict=True)
     return sum(_until_thought(choice, tokenizer) for choice, message in pairs if message.reasoning)
+
+
+def token_logprobs(choice: Choice, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The sampled tokens' own logprobs as OpenAI shows them, the stop token's left out as its text is."""
+    content = []
+    for token, logprob in zip(visible_ids(choice), choice.logprobs.tolist(), strict=False):
+        text = tokenizer.decode([token])
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return content
 
 
 def _until_thought(choice: Choice, tokenizer: Tokenizer) -> int:

@@ -118,7 +118,7 @@ async def serving(
             tokenizer=renderer.tokenizer,
         )  # fmt: skip
         url = await stack.enter_async_context(_listening(parts))
-        await stack.enter_async_context(_beside(*(keep() for keep in keepers), _expire(parts)))
+        await stack.enter_async_context(_beside(*(keep() for keep in keepers), _expire(parts), policies.follow()))
         yield url
         store.stop_leasing()  # a learner's long poll must not hold up the end; calls in flight may
 

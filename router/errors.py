@@ -10,7 +10,15 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
-from rlagent.errors import ConflictError, EngineError, NotFoundError, RecordingError, RlagentError, StoreError
+from rlagent.errors import (
+    ConflictError,
+    EngineError,
+    MovedError,
+    NotFoundError,
+    RecordingError,
+    RlagentError,
+    StoreError,
+)
 from rlagent.router.balance import NoEngine
 from rlagent.router.chat_template import TemplateError
 from rlagent.router.engine_client import EngineOverflow
@@ -70,6 +78,8 @@ def to_api_error(error: Exception) -> ApiError:
             return invalid(f"the model's chat template refuses these messages: {error}", "messages")
         case NotFoundError():
             return ApiError(404, str(error), code="not_found", retry=False)
+        case MovedError():
+            return ApiError(409, str(error), code="session_moved", retry=True)
         case ConflictError():
             return ApiError(409, str(error), code="conflict", retry=False)
         case StoreError():

@@ -1,7 +1,8 @@
 """Sessions in memory: the forest of an open session's calls, what is in flight, and what can be answered again.
 
 In the flow: the app finds the LiveSession of a request here. It is rebuilt from the buffer after a restart, and dropped
-when the session ends. Invariant: the buffer decides what a session's state is; memory only saves reading it.
+when the session ends. Invariant: the buffer decides what a session's state is; memory only saves reading it. Reading
+a session takes it over: a new epoch, under which alone its calls are recorded, here or at any other replica.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from rlagent.types import Call, Session
 MAX_REPLAYS: Final = 16
 # Keys of ended sessions that are remembered, so that their late calls need no look into the database.
 MAX_KEYS: Final = 65_536
+# Under which no call is recorded.
+_NO_EPOCH: Final = -1
 _SEALED: Final = "one key is one episode: start the next one with a new key or a new session"
 
 
@@ -47,6 +50,8 @@ class LiveSession:
 
     session: Session
     forest: Forest
+    epoch: int = 0  # of the claim under which it was read; 0 for who opened it
+    doubtful: bool = False  # another replica may have taken it over
     flights: dict[str, Flight] = field(default_factory=dict)  # by body digest
     answered: OrderedDict[str, Call] = field(default_factory=OrderedDict)  # by body digest
     tasks: set[asyncio.Future[Call]] = field(default_factory=set)
@@ -82,6 +87,11 @@ class LiveSession:
         if self.tasks:
             await asyncio.wait(tuple(self.tasks))
 
+    def distrust(self) -> None:
+        """What is in memory is not all that is recorded: the next request reads everything again."""
+        self.doubtful = True
+        self.epoch = _NO_EPOCH
+
     def remember(self, call: Call) -> None:
         """Keep an answer for a retry."""
         self.answered[call.body_digest] = call
@@ -109,6 +119,7 @@ class LiveSessions:
         self._live: dict[str, LiveSession] = {}
         self._ids: dict[str, str] = {}  # key hash -> session id
         self._loading: dict[str, asyncio.Lock] = {}
+        buffer.on_session(self._doubt)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -119,18 +130,38 @@ class LiveSessions:
     async def by_id(self, session_id: str) -> LiveSession:
         """An open session. NotFoundError, or 409 once it is sealed."""
         live = self._live.get(session_id)
-        if live is not None and not _expired(live.session):
+        if live is not None and not live.doubtful and not _expired(live.session):
             return live
         async with self._lock(session_id):
-            if session_id in self._live and not _expired(self._live[session_id].session):
-                return self._live[session_id]
-            session = await self._buffer.session(session_id)
+            live = self._live.get(session_id)
+            if live is not None and not _expired(live.session) and await self._holds(live):
+                return live
+            session, epoch = await self._buffer.claim_session(session_id)
             if session is None:
                 raise NotFoundError(f"there is no session {session_id!r}")
             if session.state != "open" or _expired(session):
+                self.drop(session_id)
                 raise sealed(session)
             calls = await self._buffer.calls(session_id)
-            return self._enter(session, rebuild(calls), calls)
+            return self._enter(session, rebuild(calls), calls, epoch)
+
+    async def _holds(self, live: LiveSession) -> bool:
+        """Whether nobody else took the session over, or sealed it."""
+        if live.doubtful:
+            live.doubtful = False  # before the look: what is heard meanwhile is a doubt again
+            try:
+                if not await self._buffer.may_extend(live.session.session_id, live.epoch):
+                    live.distrust()
+            except BaseException:
+                live.doubtful = True
+                raise
+        return live.epoch != _NO_EPOCH
+
+    def _doubt(self, session_id: str) -> None:
+        """Another replica took a session over or sealed it; "" is any."""
+        for live in (self._live.get(session_id),) if session_id else self:
+            if live is not None:
+                live.doubtful = True
 
     def loaded(self, session_id: str) -> LiveSession | None:
         """A session that is in memory."""
@@ -150,7 +181,7 @@ class LiveSessions:
     async def open(self, session: Session) -> LiveSession:
         """Make a new session. ConflictError if its key was used before."""
         await self._buffer.open_session(session)
-        return self._enter(session, Forest(), [])
+        return self._enter(session, Forest(), [], 0)
 
     async def open_by_key(self, key_hash: str) -> LiveSession:
         """The session of a key never seen: made now, unless another request has just made it."""
@@ -186,8 +217,8 @@ class LiveSessions:
             self.drop(session_id)
         return expired
 
-    def _enter(self, session: Session, forest: Forest, calls: list[Call]) -> LiveSession:
-        live = LiveSession(session, forest)
+    def _enter(self, session: Session, forest: Forest, calls: list[Call], epoch: int) -> LiveSession:
+        live = LiveSession(session, forest, epoch)
         for call in calls[-MAX_REPLAYS:]:
             live.remember(call)
         self._live[session.session_id] = live

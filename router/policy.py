@@ -2,7 +2,8 @@
 
 In the flow: the learner begins (engines pause), pushes to the engines directly, commits (every engine must say it holds
 the version; engines continue) or fails (engines go back to the newest snapshot). A publish whose lease runs out fails.
-Invariant: an engine gets requests only while it holds weights that the buffer knows by their number.
+Invariant: an engine gets requests only while it holds weights that the buffer knows by their number. Engines are touched
+by one replica of the router at a time, which holds them in the buffer; a publish under way anywhere keeps all others off.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rlagent.buffer import Buffer
-from rlagent.errors import ConflictError, EngineError, LoadError
+from rlagent.errors import ConflictError, EngineError, LoadError, StoreError
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.config import RouterConfig
 from rlagent.router.engine_client import Engine, EngineDown
@@ -22,6 +23,8 @@ from rlagent.types import PolicyVersion
 
 T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
+# Between two looks at a publish of another replica, for which an engine that comes back waits.
+_ELSEWHERE_S: Final = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,13 +66,15 @@ class Policies:
         self, *, step: int, parent: int, same_weights: bool, lease_s: float | None, mode: str | None
     ) -> dict[str, Any]:
         """Take a version number and pause the engines."""
-        async with self._changing:
+        async with self._changing, self._buffer.engines_held():
             engines = self._pool.ready
             if not engines:
                 raise NoEngine("no engine is ready to take weights; try again in a few seconds")
             publish = await self._buffer.begin_publish(step=step, parent=parent, same_weights=same_weights)
             mode = mode or self._config.pause_mode
             paused = await self._on_all(engines, lambda engine: engine.pause(mode))
+            if self._publish is not None:  # given up by a restore
+                self._publish.lease.cancel()
             lease = asyncio.create_task(self._expire(publish.publish_id, lease_s or self._config.publish_lease_s))
             self._publish = _Publish(
                 publish_id=publish.publish_id, version=publish.version, mode=mode, engines=paused, lease=lease
@@ -85,7 +90,7 @@ class Policies:
 
     async def commit(self, publish_id: str, *, checksum: str, snapshot: str | None) -> dict[str, Any]:
         """Stamp the version once every engine says that it holds it, and continue."""
-        async with self._changing:
+        async with self._changing, self._buffer.engines_held():
             publish = self._publish
             if publish is not None and publish.publish_id == publish_id:
                 await self._check(publish)
@@ -129,13 +134,14 @@ class Policies:
 
     async def fail(self, publish_id: str, reason: str) -> None:
         """Give a publish up and bring its engines back to the newest snapshot."""
-        async with self._changing:
+        async with self._changing, self._buffer.engines_held() as publishing:
             await self._buffer.fail_publish(publish_id, reason)
             publish = self._publish
             if publish is not None and publish.publish_id == publish_id:
                 if publish.lease is not asyncio.current_task():
                     publish.lease.cancel()
-                await self._on_all(publish.engines, self.restore)
+                if publishing in (None, publish.version):  # else another replica publishes since, and has the engines
+                    await self._on_all(publish.engines, self.restore)
                 await self._end()
 
     async def _end(self) -> None:
@@ -168,19 +174,23 @@ class Policies:
         """
         while True:
             await self.settled()
-            async with self._changing:
-                if self._publish is not None:
-                    continue
-                known = (str(self._buffer.policy().version), str(self.weights().version))
-                held = await engine.held_version()
-                if engine.version is None and held in known:
-                    await engine.resume()
-                    engine.version = int(held)
-                else:
-                    await self.restore(engine)
-                engine.state = "ready"
-            await self._pool.announce()
-            return
+            async with self._changing, self._buffer.engines_held() as publishing:
+                if self._publish is None and publishing is None:
+                    await self._take(engine)
+                    break
+            if publishing is not None:
+                await asyncio.sleep(_ELSEWHERE_S)
+        await self._pool.announce()
+
+    async def _take(self, engine: Engine) -> None:
+        known = (str(self._buffer.policy().version), str(self.weights().version))
+        held = await engine.held_version()
+        if engine.version is None and held in known:
+            await engine.resume()
+            engine.version = int(held)
+        else:
+            await self.restore(engine)
+        engine.state = "ready"
 
     async def restore(self, engine: Engine) -> None:
         """Load the newest snapshot in full, and continue."""
@@ -189,6 +199,31 @@ class Policies:
         await engine.load(weights.snapshot, weights.version)
         engine.version = weights.version
         await engine.resume()
+
+    async def follow(self) -> None:
+        """Bring engines in line with what other replicas published or gave up, until cancelled."""
+        while True:
+            await self._buffer.policy_moved()
+            try:
+                async with self._changing, self._buffer.engines_held() as publishing:
+                    publish = self._publish
+                    if publish is not None and publishing != publish.version:  # given up through another replica
+                        publish.lease.cancel()
+                        await self._end()
+                    if publishing is None:
+                        await self._on_all(self._pool.ready, self._align)
+            except StoreError as error:
+                _log.warning("engines are brought in line later: %s", error)
+
+    async def _align(self, engine: Engine) -> None:
+        """Continue an engine that holds weights no older than the newest snapshot; load any other."""
+        held = await engine.held_version()
+        version = int(held) if held.isdecimal() else -1
+        if version >= self.weights().version and await self._buffer.is_published(version):
+            engine.version = version
+            await engine.resume()
+        else:
+            await self.restore(engine)
 
     async def _on_all(self, engines: Iterable[Engine], action: Any) -> list[Engine]:
         """Do it on every engine at once; the ones on which it worked. The others leave the rotation."""
@@ -205,9 +240,9 @@ class Policies:
                 done.append(engine)
         return done
 
-    def shown(self) -> dict[str, Any]:
+    async def shown(self) -> dict[str, Any]:
         """The current version and what each engine holds."""
-        policy = self._buffer.policy()
+        policy = await self._buffer.read_policy()
         snapshot = self._buffer.newest_snapshot()
         return {
             "version": policy.version,
@@ -215,7 +250,7 @@ class Policies:
             "step": policy.step,
             "checksum": policy.checksum,
             "snapshot": None if snapshot is None else {"version": snapshot.version, "path": snapshot.snapshot},
-            "publishing": None if self._publish is None else self._publish.version,
+            "publishing": self._buffer.publishing_elsewhere() if self._publish is None else self._publish.version,
             "engines": [
                 {"url": engine.url, "state": engine.state, "version": engine.version, "running": engine.running}
                 for engine in self._pool.engines

@@ -59,7 +59,7 @@ def routes(policies: Policies, auth: Auth) -> list[web.RouteDef]:
 
     async def show(request: web.Request) -> web.Response:
         await auth.admin(request)
-        return _json(policies.shown())
+        return _json(await policies.shown())
 
     return [
         web.post("/policy/begin", begin),

@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from rlagent.buffer import Buffer
-from rlagent.errors import ConflictError, RlagentError
+from rlagent.errors import ConflictError, MovedError, RlagentError, StoreUncertainError
 from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.router.conversation import Root, root_of
 from rlagent.router.dialects.ask import Ask
@@ -219,7 +219,10 @@ class Recorder:
 
     async def _commit(self, live: LiveSession, call: Call) -> None:
         try:
-            await self._buffer.record_call(call)
+            await self._buffer.record_call(call, epoch=live.epoch)
+        except (MovedError, StoreUncertainError):
+            live.distrust()  # another replica goes on with it, or the record may hold this call
+            raise
         except ConflictError as error:
             raise sealed(live.session) from error
 

@@ -48,6 +48,7 @@ class Buffer:
         self._clock = clock
         self._policy: PolicyVersion | None = None
         self._snapshot: PolicyVersion | None = None
+        self._publishing: int | None = None
         self._closing = False
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_session: Callable[[str], None] | None = None
@@ -259,15 +260,21 @@ class Buffer:
         )
 
     async def commit_publish(self, publish_id: str, *, checksum: str, snapshot: str | None) -> PolicyVersion:
-        """Stamp a version and make it current. The same publish again gives the same answer."""
+        """Stamp a version and make it current. The same publish again gives the same answer.
+
+        ConflictError if it failed, or another replica began it: that one knows its engines.
+        """
         now = self._clock()
         return await self._write_policy(
-            lambda tx: policies.commit(tx, publish_id, checksum=checksum, snapshot=snapshot, now=now)
+            lambda tx: policies.commit(
+                tx, publish_id, checksum=checksum, snapshot=snapshot, now=now, replica=self._store.database.replica
+            )
         )
 
     async def fail_publish(self, publish_id: str, reason: str) -> None:
-        """Give a publish up; its number stays taken."""
-        await self._store.write(lambda tx: policies.fail(tx, publish_id, reason))
+        """Give a publish up; its number stays taken. ConflictError if another replica began it."""
+        replica = self._store.database.replica
+        await self._store.write(lambda tx: policies.fail(tx, publish_id, reason, replica=replica))
 
     def engines_held(self) -> AbstractAsyncContextManager[int | None]:
         """Around a change of engines: no other replica changes them meanwhile. The version being published, if any."""
@@ -279,8 +286,13 @@ class Buffer:
 
     async def read_policy(self) -> PolicyVersion:
         """The current version as the database has it now."""
-        await self._write_policy(lambda _tx: None)
+        if self._store.database.shared:
+            await self._write_policy(lambda _tx: None, exclusive=False)
         return self.policy()
+
+    def publishing_elsewhere(self) -> int | None:
+        """The version that a replica was publishing when the policy was last read; None for a file."""
+        return self._publishing if self._store.database.shared else None
 
     async def is_published(self, version: int) -> bool:
         """Whether a version was committed."""
@@ -302,14 +314,15 @@ class Buffer:
         await self._write_policy(lambda tx: policies.ensure_initial(tx, checksum=checksum, snapshot=snapshot, now=now))
         return self.policy()
 
-    async def _write_policy(self, work: Callable[[Transaction], T]) -> T:
+    async def _write_policy(self, work: Callable[[Transaction], T], *, exclusive: bool = True) -> T:
         """A write that may change the current version: the copy in memory follows once it is durable."""
 
-        def both(tx: Transaction) -> tuple[T, PolicyVersion | None, PolicyVersion | None]:
+        def both(tx: Transaction) -> tuple[T, PolicyVersion | None, PolicyVersion | None, int | None]:
             result = work(tx)
-            return result, policies.current(tx), policies.newest_snapshot(tx)
+            return result, policies.current(tx), policies.newest_snapshot(tx), policies.publishing(tx)
 
-        result, self._policy, self._snapshot = await self._store.write(both)
+        found = await self._store.write(both, exclusive=exclusive)
+        result, self._policy, self._snapshot, self._publishing = found
         return result
 
     def _mark(self, call_id: str, delivery: Delivery) -> None:

@@ -121,9 +121,11 @@ def begin(
     return Publish(publish_id=publish_id, version=version)
 
 
-def commit(tx: Transaction, publish_id: str, *, checksum: str, snapshot: str | None, now: float) -> PolicyVersion:
+def commit(
+    tx: Transaction, publish_id: str, *, checksum: str, snapshot: str | None, now: float, replica: str
+) -> PolicyVersion:
     """Stamp the version and make it current. The same commit again gives the same answer."""
-    version, state, reason = _publish(tx, publish_id)
+    version, state, reason = _publish(tx, publish_id, replica)
     if state == "failed":
         raise ConflictError(f"publish {publish_id} of version {version} has failed ({reason}); begin a new one")
     if state == "begun":
@@ -138,9 +140,9 @@ def commit(tx: Transaction, publish_id: str, *, checksum: str, snapshot: str | N
     return get(tx, version)
 
 
-def fail(tx: Transaction, publish_id: str, reason: str) -> None:
+def fail(tx: Transaction, publish_id: str, reason: str, *, replica: str) -> None:
     """Give a publish up. Its number stays taken. Nothing happens to one that failed before."""
-    version, state, _ = _publish(tx, publish_id)
+    version, state, _ = _publish(tx, publish_id, replica)
     if state == "committed":
         raise ConflictError(f"publish {publish_id} of version {version} is committed and cannot fail any more")
     if state == "begun":
@@ -189,11 +191,22 @@ def newest_snapshot(tx: Transaction) -> PolicyVersion | None:
     return found
 
 
-def _publish(tx: Transaction, publish_id: str) -> Row:
-    found = tx.row("SELECT version, state, reason FROM policies WHERE publish_id = ?", publish_id)
+def publishing(tx: Transaction) -> int | None:
+    """The version that a replica is publishing now."""
+    found = tx.row("SELECT version FROM policies WHERE state = 'begun'")
+    return None if found is None else found[0]
+
+
+def _publish(tx: Transaction, publish_id: str, replica: str) -> Row:
+    """Version, state and reason of a publish; one under way is for the replica that paused its engines."""
+    found = tx.row("SELECT version, state, reason, replica FROM policies WHERE publish_id = ?", publish_id)
     if found is None:
         raise NotFoundError(f"there is no publish {publish_id!r}")
-    return found
+    if found[1] == "begun" and found[3] != replica:
+        raise ConflictError(
+            f"publish {publish_id} of version {found[0]} was begun at another replica of the router; end it there"
+        )
+    return found[:3]
 
 
 def _decode(row: Row) -> PolicyVersion:

@@ -66,9 +66,3 @@ def free(tx: Transaction, replica: str) -> None:
     """Let go of the engines."""
     if tx.run("DELETE FROM meta WHERE name = 'engines' AND value = ?", replica):
         tx.notify(ENGINES)
-
-
-def publishing(tx: Transaction) -> int | None:
-    """The version that a replica is publishing now."""
-    found = tx.row("SELECT version FROM policies WHERE state = 'begun'")
-    return None if found is None else found[0]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Protocol
 
-from rlagent.buffer import replicas
+from rlagent.buffer import policies, replicas
 from rlagent.buffer.database import ENGINES, EVERYTHING, POLICY, Transaction
 from rlagent.buffer.store import Store
 from rlagent.errors import StoreError
@@ -25,7 +25,7 @@ _RETRY_S: Final = 1.0
 class WritePolicy(Protocol):
     """A write after which the copy of the policy in memory is as durable."""
 
-    def __call__(self, work: Callable[[Transaction], Any]) -> Awaitable[Any]:
+    def __call__(self, work: Callable[[Transaction], Any], *, exclusive: bool = True) -> Awaitable[Any]:
         """Run it."""
 
 
@@ -98,7 +98,7 @@ class Sharing:
         self._must_free = False
         while True:
             self._free.clear()
-            held, publishing = await self._write(lambda tx: (replicas.hold(tx, self._replica), replicas.publishing(tx)))
+            held, publishing = await self._write(lambda tx: (replicas.hold(tx, self._replica), policies.publishing(tx)))
             if held:
                 break
             with suppress(TimeoutError):
@@ -130,7 +130,7 @@ class Sharing:
             await self._dirty.wait()
             self._dirty.clear()
             try:
-                await self._write(lambda _tx: None)
+                await self._write(lambda _tx: None, exclusive=False)
             except StoreError as error:
                 _log.warning("the policy is read again later: %s", error)
                 await asyncio.sleep(_RETRY_S)

@@ -2,7 +2,8 @@
 
 A child process works on the buffer (agents and a learner at once) and writes a line for each thing that returned. The
 parent kills it after a random number of lines, reopens the buffer, compares, and lets the next child go on from a
-random checkpoint.
+random checkpoint. In PostgreSQL a second child, with agents alone, works on the same database and is killed with it;
+or the server is killed instead, and the children end with the error they get.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # also as a child
+
+from postgres_server import PostgresServer, server_or_skip
+from stores import Place
+
 from rlagent.buffer import Buffer
-from rlagent.buffer.config import BufferConfig
 from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
 
-CONFIG = BufferConfig.model_validate({"max_staleness": 10_000})
+SETTINGS = {"max_staleness": 10_000}
 NUM_AGENTS = 4
 NUM_TURNS = 2
 ROUNDS = 5
@@ -89,13 +95,16 @@ async def learner(buffer: Buffer) -> None:
         print("commit", policy.version, flush=True)
 
 
-async def work(path: Path, name: str, cursor: int, version: int) -> None:
-    buffer = await Buffer.open(path, CONFIG)
+async def work(place: Place, name: str, cursor: int, version: int) -> None:
+    """A replica; one with a cursor below 0 has no learner."""
+    buffer = await place.open(**SETTINGS)
     await buffer.ensure_initial(checksum="", snapshot="model")
-    await buffer.restore(cursor=cursor, version=version)
+    if cursor >= 0:
+        await buffer.restore(cursor=cursor, version=version)
     print("restored", flush=True)
     async with asyncio.TaskGroup() as group:
-        group.create_task(learner(buffer))
+        if cursor >= 0:
+            group.create_task(learner(buffer))
         for number in range(NUM_AGENTS):
             group.create_task(agent(buffer, f"{name}-{number}"))
 
@@ -150,17 +159,45 @@ class Ledger:
         return found
 
 
-def run_and_kill(path: Path, name: str, checkpoint: tuple[int, int], num_lines: int) -> list[str]:
-    """The complete lines of a child that was killed after it wrote `num_lines` of them."""
-    command = [sys.executable, __file__, str(path), name, *map(str, checkpoint)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        lines = [child.stdout.readline() for _ in range(num_lines)]
+def start(place: Place, name: str, cursor: int, version: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(place.path), place.url or "", name, str(cursor), str(version)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(child: subprocess.Popen[str], *, kill: bool) -> list[str]:
+    """What a child still wrote until it was killed, or ended because the server is gone."""
+    if kill:
         child.send_signal(signal.SIGKILL)
-        rest = child.stdout.read()
-    assert child.returncode == -signal.SIGKILL, "the child ended by itself"
-    lines += rest.splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]
+    rest, errors = child.communicate()
+    if kill:
+        assert child.returncode == -signal.SIGKILL, errors
+    else:
+        assert "StoreError" in errors or "StoreUncertainError" in errors, errors
+    return [line for line in rest.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def run_and_kill(
+    place: Place, name: str, checkpoint: tuple[int, int], num_lines: int, server: PostgresServer | None
+) -> list[str]:
+    """The complete lines of children that were killed, or whose server was, after one wrote `num_lines` of them."""
+    with ExitStack() as stack:
+        child = stack.enter_context(start(place, name, *checkpoint))
+        assert child.stdout is not None
+        lines = [child.stdout.readline()]
+        children = [child]
+        if place.url is not None:
+            beside = stack.enter_context(start(place, f"{name}-beside", -1, 0))
+            assert beside.stdout is not None
+            assert beside.stdout.readline() == "restored\n"  # from here on both work
+            children.append(beside)
+        lines += [child.stdout.readline() for _ in range(num_lines - 1)]
+        if server is not None:
+            server.kill()
+        for each in children:
+            lines += end(each, kill=server is None)
+    if server is not None:
+        server.start()
+    return lines
 
 
 async def check(buffer: Buffer, said: Ledger) -> None:
@@ -187,12 +224,33 @@ async def check(buffer: Buffer, said: Ledger) -> None:
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_9_loses_nothing_and_consumes_exactly_once(tmp_path: Path, seed: int) -> None:
+    rounds_of_kills(Place(tmp_path / "b.db"), seed)
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    server = server_or_skip(fsync=True)
+    yield server
+    server.stop()
+
+
+@pytest.mark.slow
+def test_kill_9_of_replicas_loses_nothing_and_consumes_exactly_once(tmp_path: Path, server: PostgresServer) -> None:
+    rounds_of_kills(Place(tmp_path, server.new_schema()), seed=3)
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_server_loses_nothing_and_consumes_exactly_once(tmp_path: Path, server: PostgresServer) -> None:
+    rounds_of_kills(Place(tmp_path, server.new_schema()), seed=4, server=server)
+
+
+def rounds_of_kills(place: Place, seed: int, *, server: PostgresServer | None = None) -> None:
+    """Kill ROUNDS times, the server if one is given, and compare each time."""
     chance = random.Random(seed)
-    path = tmp_path / "b.db"
     said = Ledger()
 
     async def inspect(last: bool) -> None:
-        buffer = await Buffer.open(path, CONFIG)
+        buffer = await place.open(**SETTINGS)
         await check(buffer, said)
         if last:
             await buffer.expire_due(float("1e18"))  # every group's deadline: what is incomplete is handed out short
@@ -203,7 +261,7 @@ def test_kill_9_loses_nothing_and_consumes_exactly_once(tmp_path: Path, seed: in
 
     for number in range(ROUNDS):
         checkpoint = chance.choice(said.checkpoints[-6:])
-        lines = run_and_kill(path, f"r{number}", checkpoint, chance.randrange(1, 250))
+        lines = run_and_kill(place, f"r{number}", checkpoint, chance.randrange(1, 250), server)
         if "restored\n" in lines:
             said.restored(*checkpoint)
         said.read(lines)
@@ -214,4 +272,5 @@ def test_kill_9_loses_nothing_and_consumes_exactly_once(tmp_path: Path, seed: in
 
 
 if __name__ == "__main__":
-    asyncio.run(work(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    place = Place(Path(sys.argv[1]), sys.argv[2] or None)
+    asyncio.run(work(place, sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))

@@ -89,15 +89,22 @@ async def test_a_key_opens_one_session_over_all_replicas(pair: tuple[Buffer, Buf
 async def test_version_numbers_are_given_out_once_over_all_replicas(pair: tuple[Buffer, Buffer]) -> None:
     first, second = pair
     seen = []
-    for number in range(6):
+    for _ in range(6):
         begun = await asyncio.gather(
             *(buffer.begin_publish(step=0, parent=0) for buffer in pair), return_exceptions=True
         )
+        owner, other = pair if isinstance(begun[1], BaseException) else pair[::-1]
         (publish,) = [each for each in begun if not isinstance(each, BaseException)]
         (refused,) = [each for each in begun if isinstance(each, BaseException)]
         assert isinstance(refused, ConflictError)
         seen.append(publish.version)
-        await pair[number % 2].commit_publish(publish.publish_id, checksum="", snapshot=f"v{publish.version}")
+        for ended in (
+            other.commit_publish(publish.publish_id, checksum="", snapshot=None),
+            other.fail_publish(publish.publish_id, ""),
+        ):
+            with pytest.raises(ConflictError, match="another replica"):
+                await ended
+        await owner.commit_publish(publish.publish_id, checksum="", snapshot=f"v{publish.version}")
         for buffer in pair:
             await until(buffer, publish.version)
             snapshot = buffer.newest_snapshot()

@@ -290,6 +290,7 @@ class Engine:
         """StalePrefix for a request that met a pause: it asked for prefixes of a version that was then no more in force."""
         cached = bool(found["meta_info"].get("cached_tokens"))
         if cached and version is not None and part.spans and part.spans[0].version != version:
+            self.version = part.spans[0].version  # new to us where another replica of the router published it
             raise StalePrefix(f"{self.url} answered with version {part.spans[0].version} behind a prefix of {version}")
 
     def _spans(self, spans: Any, count: int) -> tuple[VersionSpan, ...]:

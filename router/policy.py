@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rlagent.buffer import Buffer
-from rlagent.errors import ConflictError, EngineError, LoadError, StoreError
+from rlagent.errors import ConflictError, EngineError, LoadError, NotFoundError, StoreError
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.config import RouterConfig
 from rlagent.router.engine_client import Engine, EngineDown
@@ -25,6 +25,8 @@ T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 # Between two looks at a publish of another replica, for which an engine that comes back waits.
 _ELSEWHERE_S: Final = 0.5
+# Between two tries to give up a publish whose lease ran out while the database was down.
+_STORE_DOWN_S: Final = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +155,14 @@ class Policies:
     async def _expire(self, publish_id: str, lease_s: float) -> None:
         await asyncio.sleep(lease_s)
         _log.warning("publish %s: its lease of %s s ran out", publish_id, lease_s)
-        await self.fail(publish_id, f"its lease of {lease_s} s ran out")
+        while True:
+            try:
+                return await self.fail(publish_id, f"its lease of {lease_s} s ran out")
+            except (ConflictError, NotFoundError):
+                raise  # it is committed
+            except StoreError as error:
+                _log.warning("publish %s is given up later: %s", publish_id, error)
+                await asyncio.sleep(_STORE_DOWN_S)
 
     async def settled(self) -> None:
         """Wait until no publish is under way: an engine that comes back joins between publishes."""

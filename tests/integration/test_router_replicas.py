@@ -202,6 +202,11 @@ async def test_a_publish_at_one_replica_is_seen_by_the_other(pair: Pair) -> None
     assert "/update_weights_from_disk" not in pair.engine.paths()
 
 
+def brought_back(engine: FakeEngine) -> bool:
+    """Whether a replica, or each of them, loaded the snapshot and let the engine go on."""
+    return "/update_weights_from_disk" in engine.paths() and engine.paths()[-1] == "/continue_generation"
+
+
 async def test_a_restore_ends_the_sessions_and_the_publish_of_all_replicas(pair: Pair) -> None:
     session = await pair.a.admin.new_session()
     history = list(USER)
@@ -212,7 +217,7 @@ async def test_a_restore_ends_the_sessions_and_the_publish_of_all_replicas(pair:
     assert report.interrupted == 1
     assert (await pair.a.chat(session, history)).status_code == 409
     async with asyncio.timeout(30):
-        while pair.engine.paths()[-2:] != ["/update_weights_from_disk", "/continue_generation"]:
+        while not brought_back(pair.engine):
             await asyncio.wait_for(pair.a.admin.policy(), 10)
     with pytest.raises(RouterError, match="restored"):
         await pair.a.admin.commit_publish(ticket.publish_id, checksum="", snapshot=None)
@@ -224,7 +229,7 @@ async def test_what_a_killed_replica_was_publishing_is_given_up_by_the_other(pai
     pair.engine.version = "half of it"
     await pair.a.kill()
     async with asyncio.timeout(60):
-        while pair.engine.paths()[-2:] != ["/update_weights_from_disk", "/continue_generation"]:
+        while not brought_back(pair.engine):
             await pair.b.admin.lease(num_groups=1, step=0, wait_s=0.2)  # nothing is there: a pause
         assert (await pair.b.admin.policy())["publishing"] is None
     assert pair.engine.version == "0"

@@ -161,18 +161,20 @@ class Ledger:
 
 def start(place: Place, name: str, cursor: int, version: int) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, str(place.path), place.url or "", name, str(cursor), str(version)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def end(child: subprocess.Popen[str], *, kill: bool) -> list[str]:
     """What a child still wrote until it was killed, or ended because the server is gone."""
     if kill:
         child.send_signal(signal.SIGKILL)
-    rest, errors = child.communicate()
+    assert child.stdout is not None
+    rest = child.stdout.read()
+    code = child.wait()
     if kill:
-        assert child.returncode == -signal.SIGKILL, errors
+        assert code == -signal.SIGKILL, rest
     else:
-        assert "StoreError" in errors or "StoreUncertainError" in errors, errors
+        assert "StoreError" in rest or "StoreUncertainError" in rest, rest
     return [line for line in rest.splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -1,4 +1,4 @@
-"""The command line: serve, train, engine, session, export, version.
+"""The command line: serve, train, engine, session, inspect, dump, export, version.
 
 Heavy imports stand inside the commands, so that `--help` and `serve` start without torch.
 """
@@ -148,7 +148,8 @@ def _replay(recorded: Path, overrides: dict[str, object], settings: list[str], *
     import uvloop
 
     from rlagent.config import load_config
-    from rlagent.replay import recorded_config, replay
+    from rlagent.recorded import recorded_config
+    from rlagent.replay import replay
 
     if any(option is not None for option in needless):
         raise ConfigError(
@@ -167,6 +168,28 @@ def _replay(recorded: Path, overrides: dict[str, object], settings: list[str], *
         else f"the first {found.num_equal} steps are the recorded ones, bit for bit; step {found.num_equal + 1} differs"
     )  # fmt: skip
     print(f"replayed {found.num_steps} steps: {verdict}")
+
+
+@app.command()
+def inspect(
+    source: Annotated[
+        str, typer.Argument(help="A run's directory, a buffer's file, or a router's URL.", metavar="RUN_OR_URL")
+    ],
+    session_id: Annotated[
+        str, typer.Argument(help="The session; `rlagent session show` lists the newest of a router.", metavar="SESSION")
+    ],
+    row: Annotated[int | None, typer.Option(help="Show one row only; 1 is the first.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="A line for each token: id, mask, logprob, version.")
+    ] = False,
+    model: ModelOption = None,
+    admin_key: AdminKeyOption = None,
+) -> None:
+    """Show a session's trajectories: each token coloured by its mask and probability, with calls, versions and branches."""
+    from rlagent.inspect import read, show
+
+    recorded = asyncio.run(read(source, session_id, admin_key=admin_key, model=model))
+    show(recorded, Console(), row=row, tokens=tokens)
 
 
 @app.command()

@@ -4,12 +4,7 @@ In the flow it stands beside train.py: the groups come from the buffer of a run 
 newest weights. Invariant: the recorded run is only read; under its own settings the replay's steps are its steps, bit for bit.
 """
 
-import sqlite3
-import tempfile
 import time
-import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -18,12 +13,12 @@ import numpy as np
 import orjson
 import safetensors.numpy
 
-from rlagent.buffer import Buffer
 from rlagent.buffer.history import Consumption
-from rlagent.config import Config, build_config
+from rlagent.config import Config
 from rlagent.display import Display
 from rlagent.errors import LoadError
 from rlagent.launch.local import LocalRanks
+from rlagent.recorded import recorded_buffer, recorded_config
 from rlagent.run_directory import RunDirectory
 from rlagent.train import model_context, rank_spec
 from rlagent.trainer.batch import pack
@@ -41,37 +36,6 @@ class Replayed:
 
     num_steps: int
     num_equal: int  # steps from the first on whose metrics are those recorded, bit for bit
-
-
-def recorded_config(run_dir: Path) -> Config:
-    """The config of a run. LoadError if the directory holds none."""
-    run = RunDirectory(run_dir)
-    if not run.config.is_file():
-        raise LoadError(f"{str(run_dir)!r} is no run directory: it has no config.toml")
-    return build_config(tomllib.loads(run.config.read_text(encoding="utf-8")))
-
-
-@asynccontextmanager
-async def recorded_buffer(run_dir: Path) -> AsyncIterator[Buffer]:
-    """A run's data buffer, to read: a copy of its SQLite file, so that a run that still writes it is not disturbed; or its URL."""
-    config = recorded_config(run_dir)
-    with tempfile.TemporaryDirectory(prefix="rlagent-replay-") as directory:
-        path = Path(directory) / "buffer.db"
-        if config.buffer.url is None:
-            _copy(config.buffer_path, path)
-        buffer = await Buffer.open(path, config.buffer)
-        try:
-            yield buffer
-        finally:
-            await buffer.close()
-
-
-def _copy(source: Path, target: Path) -> None:
-    if not source.is_file():
-        raise LoadError(f"the run's data buffer {str(source)!r} is gone; a replay needs it")
-    uri = f"{source.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True)) as read, closing(sqlite3.connect(target)) as written:
-        read.backup(written)
 
 
 async def replay(config: Config, recorded: Path) -> Replayed:

@@ -1,0 +1,214 @@
+"""`rlagent inspect`: a session's trajectories in the terminal, each token coloured by what the learner does with it.
+
+In the flow it stands at the end: it reads the rows that a learner would be given, from a run's directory, a buffer's file or a
+running router. Invariant: what is shown are the recorded ids, one piece of text each; nothing is tokenised.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlagent.client import RouterClient
+from rlagent.errors import LoadError, NotFoundError
+from rlagent.recorded import recorded_buffer
+from rlagent.router.shown import call_json, session_json, trajectory_json
+from rlagent.router.tokenizer import Detokenizer, Tokenizer
+
+Json = Mapping[str, Any]
+
+PROMPT: Final = "bright_black"
+UNTRAINED: Final = "cyan"
+# Sampled tokens that train, by probability: from certain to surprising.
+TRAINED: Final = (
+    (0.9, "black on #a6d96a"),
+    (0.5, "black on #d9ef8b"),
+    (0.1, "black on #fdae61"),
+    (0.0, "white on #d7191c"),
+)
+_VISIBLE: Final = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", "\r": "␍"})
+_UNFINISHED: Final = "·"  # a token that ends within a character
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A session as the router shows it, and the tokenizer that its ids belong to."""
+
+    session: Json
+    calls: Sequence[Json]
+    rows: Sequence[Json]
+    tokenizer: Tokenizer
+
+
+async def read(source: str, session_id: str, *, admin_key: str | None, model: Path | None) -> Recorded:
+    """A session of a router (http://...), a run directory or a buffer's file. NotFoundError if there is none of that id."""
+    if source.startswith(("http://", "https://")):
+        async with RouterClient(source, admin_key=admin_key) as client:
+            session, calls = await client.session(session_id), await client.calls(session_id)
+            rows, snapshot = await client.trajectories(session_id), (await client.policy())["snapshot"]
+            known = None if snapshot is None else snapshot["path"]
+    else:
+        async with recorded_buffer(Path(source)) as buffer:
+            found = await buffer.session(session_id)
+            if found is None:
+                newest = ", ".join(one.session_id for one in await buffer.sessions(limit=3))
+                raise NotFoundError(f"{source} holds no session {session_id!r}; the newest are: {newest or 'none'}")
+            by_id = {call.call_id: call for call in await buffer.calls(session_id)}
+            session, calls = session_json(found), [call_json(call, by_id) for call in by_id.values()]
+            rows = [trajectory_json(row) for row in await buffer.trajectories(session_id)]
+            policy = buffer.newest_snapshot()
+            known = None if policy is None else policy.snapshot
+    return Recorded(session=session, calls=calls, rows=rows, tokenizer=_tokenizer(model, known))
+
+
+def _tokenizer(model: Path | None, known: str | None) -> Tokenizer:
+    if model is None and (known is None or not Path(known).is_dir()):
+        raise LoadError(
+            f"the model directory {known!r} is not on this machine; name one with its tokenizer by --model DIR"
+        )
+    return Tokenizer.load(model if model is not None else Path(str(known)))
+
+
+def show(recorded: Recorded, console: Console, *, row: int | None = None, tokens: bool = False) -> None:
+    """Print the session, its calls, and its rows (or one of them, 1 is the first); `tokens`: a line for each token."""
+    if row is not None and not 1 <= row <= len(recorded.rows):
+        raise NotFoundError(f"the session has rows 1 to {len(recorded.rows)}, and no row {row}")
+    console.print(_facts(recorded), soft_wrap=True, highlight=False)
+    console.print(_calls(recorded))
+    for number, one in enumerate(recorded.rows, 1):
+        if row in (None, number):
+            console.print(_row_head(number, one, recorded), soft_wrap=True)
+            console.print(_table(one, recorded) if tokens else _text(one, recorded, number), soft_wrap=not tokens)
+    if not tokens:
+        console.print(_legend(), soft_wrap=True)
+
+
+def _facts(recorded: Recorded) -> str:
+    session, reward = recorded.session, recorded.session["reward"]
+    facts = [f"session {session['session_id']}", session["state"], session["status"] or ""]
+    facts += [f"{name} {session[name + '_id']}" for name in ("task", "group") if session[name + "_id"]]
+    facts.append("not trained" if not session["train"] else "")
+    if reward is not None:
+        components = ", ".join(f"{name} {value:g}" for name, value in reward["components"].items())
+        facts.append(f"reward {reward['total']:g} ({components})" if components else f"reward {reward['total']:g}")
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _calls(recorded: Recorded) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("call", "origin", "model", "prompt", "sampled", "versions", "logprob", "end", "delivery"):
+        table.add_column(name, justify="right" if name in ("prompt", "sampled", "logprob") else "left")
+    names = {call["call_id"]: f"{call['index']}" for call in recorded.calls}
+    for call in recorded.calls:
+        parent = call["parent"]
+        origin = (
+            f"fresh ({call['reason']})"
+            if parent is None
+            else f"extends {_node(names, parent['call_id'], parent['choice'])}"
+        )
+        for number, choice in enumerate(call["choices"]):
+            logprobs = choice["logprobs"]
+            table.add_row(
+                _node(names, call["call_id"], number if len(call["choices"]) > 1 else 0), origin, call["model"],
+                str(len(call["prompt_ids"])), str(len(choice["output_ids"])),
+                _span(span["version"] for span in choice["versions"]),
+                f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "-",
+                " ".join(part for part in (choice["finish_reason"], _noted(choice)) if part), call["delivery"],
+            )  # fmt: skip
+    return table
+
+
+def _noted(choice: Json) -> str:
+    notes = [
+        "" if choice["trainable"] else "(not trainable)",
+        "(malformed call)" if choice["parse_status"] == "malformed" else "",
+    ]
+    return " ".join(note for note in notes if note)
+
+
+def _node(names: Mapping[str, str], call_id: str, choice: int) -> str:
+    return f"#{names.get(call_id, call_id)}" + (f".{choice}" if choice else "")
+
+
+def _span(versions: Iterator[int]) -> str:
+    found = sorted(set(versions))
+    return "-" if not found else f"v{found[0]}" if len(found) == 1 else f"v{found[0]}-v{found[-1]}"
+
+
+def _row_head(number: int, row: Json, recorded: Recorded) -> Text:
+    sampled = [version for version in row["versions"] if version >= 0]
+    names = {call["call_id"]: str(call["index"]) for call in recorded.calls}
+    path = " > ".join(_node(names, call_id, 0) for call_id in row["call_ids"])
+    return Text.assemble(
+        "\n",
+        (f"row {number} of {len(recorded.rows)}", "bold"),
+        f"  {path}  {len(row['token_ids'])} tokens, {sum(row['loss_mask'])} trained, {_span(iter(sampled))}"
+        + (", truncated" if row["truncated"] else ""),
+    )
+
+
+def _pieces(row: Json, tokenizer: Tokenizer) -> list[str]:
+    """Each token's own text; a character of several tokens stands at its last one."""
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.feed([token]) or _UNFINISHED for token in row["token_ids"]]
+
+
+def _style(row: Json, at: int) -> str:
+    if row["loss_mask"][at]:
+        probability = math.exp(row["logprobs"][at])
+        return next(style for least, style in TRAINED if probability >= least)
+    return UNTRAINED if row["versions"][at] >= 0 else PROMPT
+
+
+def _shared(row: Json, recorded: Recorded, number: int) -> tuple[int, int]:
+    """The longest beginning that an earlier row shows, in tokens, and that row's number; (0, 0) if none."""
+    ids = row["token_ids"]
+    lengths = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, earlier["token_ids"], strict=False)))
+        for earlier in recorded.rows[: number - 1]
+    ]
+    longest = max(lengths, default=0)
+    return (longest, lengths.index(longest) + 1) if longest else (0, 0)
+
+
+def _text(row: Json, recorded: Recorded, number: int) -> RenderableType:
+    shared, with_row = _shared(row, recorded, number)
+    pieces = _pieces(row, recorded.tokenizer)
+    parts: list[Text] = [Text(f"... {shared} tokens as in row {with_row}", style="italic")] if shared else []
+    text = Text()
+    for at in range(shared, len(pieces)):
+        text.append(pieces[at].translate(_VISIBLE), style=_style(row, at))
+    return Group(*parts, text)
+
+
+def _table(row: Json, recorded: Recorded) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("at", "turn", "id", "token", "mask", "logprob", "p", "version", "temperature"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    pieces = _pieces(row, recorded.tokenizer)
+    for turn, members in groupby(range(len(pieces)), key=lambda at: row["turn"][at]):
+        for at in members:
+            sampled = row["versions"][at] >= 0
+            logprob = row["logprobs"][at]
+            table.add_row(
+                str(at), str(turn), str(row["token_ids"][at]),
+                Text(pieces[at].replace("\n", "⏎").replace("\t", "⇥"), style=_style(row, at)), str(row["loss_mask"][at]),
+                f"{logprob:.4f}" if sampled else "", f"{math.exp(logprob):.3f}" if sampled else "",
+                str(row["versions"][at]) if sampled else "", f"{row['temperature'][at]:g}" if sampled else "",
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _legend() -> Text:
+    names = ("p at least 0.9", "0.5", "0.1", "less")
+    trained = [part for (_, style), name in zip(TRAINED, names, strict=True) for part in ((f" {name} ", style), " ")]
+    return Text.assemble(
+        "\ntrained: ", *trained, " sampled, not trained here: ", ("text", UNTRAINED), "  prompt: ", ("text", PROMPT)
+    )

@@ -7,18 +7,26 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 DEFAULT_OUTPUT_LIMIT_BYTES: Final = 1024 * 1024  # of stdout and of stderr each
+MEMORY_WORDS: Final = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc", b"out of memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of each command. None leaves one unbounded."""
+    """Bounds of a sandbox, or of each command where that is said. None leaves one unbounded.
 
-    wall_s: float | None = 60.0
-    cpu_s: int | None = 60  # of each process
-    memory_bytes: int | None = 2 * 1024**3  # address space of each process
-    pids: int | None = 256  # processes of the sandbox's user; needs a user of its own (not root)
+    Which of them hold on this machine, and by what means, is in `Sandbox.enforced`, by these names.
+    """
+
+    wall_s: float | None = 60.0  # of each command
+    cpu_s: int | None = 60  # processor time of each process
+    cpus: float | None = None  # cores' worth of processor time a second, of all processes together
+    memory_bytes: int | None = (
+        2 * 1024**3
+    )  # of all processes together (and of files kept in memory); else of each process
+    pids: int | None = 256
+    disk_bytes: int | None = 1024**3  # of all files it writes
     file_size_bytes: int | None = 1024**3
-    open_files: int | None = 1024
+    open_files: int | None = 1024  # of each process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +52,23 @@ class ExecResult:
         return self.exit_code == 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The files of a sandbox at one moment; what forks start from. It belongs to the backend that made it, and ends with it."""
+
+    name: str
+
+
 class Sandbox(Protocol):
     """A place to run commands in. An async context manager; `close` ends whatever still runs and deletes its files.
 
     Paths are relative to the sandbox's working directory; SandboxError for one that leads outside.
     """
+
+    @property
+    def enforced(self) -> Mapping[str, str | None]:
+        """Field of Limits -> by what it is enforced on this machine; None where it is not."""
+        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -78,6 +98,39 @@ class Sandbox(Protocol):
         """Copy a directory's content in; symbolic links are left out."""
         ...
 
+    async def snapshot(self) -> Snapshot:
+        """Keep its files as they are now. SandboxError while a command runs."""
+        ...
+
+    async def fork(self) -> "Sandbox":
+        """A new open sandbox with the same files; neither sees what the other changes."""
+        ...
+
     async def close(self) -> None:
         """End it. Safe to repeat."""
+        ...
+
+
+class Backend(Protocol):
+    """Where sandboxes come from. An async context manager; `close` ends every sandbox and snapshot of it.
+
+    Entering it takes away what backends of the same kind left behind when their process was killed.
+    """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def open(self, snapshot: Snapshot | None = None) -> Sandbox:
+        """A new open sandbox, empty or with a snapshot's files."""
+        ...
+
+    async def delete(self, snapshot: Snapshot) -> None:
+        """Give a snapshot's room back. Sandboxes forked from it must be closed."""
+        ...
+
+    async def close(self) -> None:
+        """End all of it. Safe to repeat."""
         ...

@@ -18,11 +18,15 @@ _SYSTEM: Final = (
 _ISOLATION: Final = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
 
 
-async def refusal(bwrap: str) -> str | None:
-    """What bubblewrap says where it cannot make namespaces (a container without user namespaces, an old kernel); None where it can."""
+async def refusal(bwrap: str, user: int = 0) -> str | None:
+    """What bubblewrap says where it cannot make namespaces (a container without user namespaces, an old kernel); None where it can.
+
+    user: as whom it is started, if not as ourselves.
+    """
     process = await asyncio.create_subprocess_exec(
         bwrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        user=user or None, group=user or None, extra_groups=[] if user else None,
     )  # fmt: skip
     _, said = await process.communicate()
     return None if process.returncode == 0 else said.decode(errors="replace").strip()

@@ -1,12 +1,14 @@
 """The process sandbox with real commands, isolated by bubblewrap where it is installed and bare elsewhere."""
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,10 @@ def alive(mark: str) -> list[int]:
 
 async def wait_for_file(sandbox: ProcessSandbox, path: str) -> None:
     async with asyncio.timeout(20):
-        while not (sandbox.root / path).exists():  # noqa: ASYNC110 (another process makes it)
+        while True:
+            with suppress(SandboxError):
+                await sandbox.read(path)
+                return
             await asyncio.sleep(0.01)
 
 
@@ -100,11 +105,9 @@ async def test_a_cancelled_command_is_gone(sandbox: ProcessSandbox) -> None:
 async def test_close_ends_what_runs_and_leaves_no_file(sandbox: ProcessSandbox) -> None:
     running = asyncio.create_task(sandbox.exec(["sh", "-c", "mkdir -m 0 shut; touch up; sleep 4000.5"]))
     await wait_for_file(sandbox, "up")
-    home = sandbox.root.parent
     await sandbox.close()
     assert (await running).signal == 9
     assert alive("4000.5") == []
-    assert not home.exists()
     with pytest.raises(SandboxError, match="not open"):
         await sandbox.exec(["true"])
 
@@ -121,7 +124,7 @@ async def test_memory_cpu_and_file_size_are_bounded(sandbox: ProcessSandbox) -> 
     if python.startswith("/usr") or not sandbox.isolated:
         memory = await sandbox.exec([python, "-c", "x = bytearray(2**30)"])
         assert memory.out_of_memory
-        assert memory.exit_code == 1
+        assert memory.exit_code == 1 or memory.signal == 9  # refused by the rlimit, or ended by the kernel
     disk = await sandbox.exec(["sh", "-c", "head -c 3000000 /dev/zero > big"])
     assert not disk.ok
     assert len(await sandbox.read("big")) <= 1024**2
@@ -221,6 +224,13 @@ async def test_bubblewrap_that_may_not_make_namespaces_is_refused_with_its_reaso
     async with ProcessSandbox(allow_unisolated=True) as bare:
         assert not bare.isolated
         assert (await bare.exec(["echo", "x"])).stdout == b"x\n"
+
+
+async def test_what_is_enforced_is_told(sandbox: ProcessSandbox) -> None:
+    told = sandbox.enforced
+    assert set(told) == {field.name for field in dataclasses.fields(Limits)}
+    assert told["wall_s"] == "timeout"
+    assert sandbox.isolated or told["disk_bytes"] is None
 
 
 async def test_a_closed_sandbox_says_so() -> None:

@@ -1,0 +1,118 @@
+"""The files of one process sandbox: where they lie, how they are bounded, kept and forked.
+
+Commands see three directories, `work`, `tmp` and `shm`, that lie together in `files`. Where we may mount, they are in a mount
+namespace of the sandbox: on a tmpfs of the size that the disk limit says, and, of a fork, as an OverlayFS of the snapshot's layers
+with a writable one on top. Elsewhere they are plain directories and a fork is a copy.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from rlagent.errors import SandboxError
+from rlagent.sandboxes.base import Limits
+from rlagent.sandboxes.files import delete_tree
+from rlagent.sandboxes.namespaces import MS_NODEV, MS_NOSUID, Launcher, mount
+
+T = TypeVar("T")
+_MAX_LAYERS: Final = 12  # mount options fit into one page of 4096 bytes; a longer chain becomes one layer
+_BYTES_A_FILE: Final = 4096  # files a tmpfs may hold for its size: empty ones take room too
+_DIRECTORIES: Final = ("work", "tmp", "shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """One sandbox's files. `layers`: what it was forked from, the newest first."""
+
+    launcher: Launcher
+    place: Path
+    layers: tuple[Path, ...]
+    user: int
+    namespace: int | None = None
+
+    @property
+    def files(self) -> Path:
+        """The directory that holds work, tmp and shm, as seen in the namespace."""
+        return self.place / "files"
+
+    @classmethod
+    async def make(
+        cls, launcher: Launcher, place: Path, *, limits: Limits, mounts: bool, layers: tuple[Path, ...], user: int
+    ) -> "Home":
+        """New files at `place`: empty, or those of the layers. `mounts`: whether we may mount. `user` owns them, if not 0."""
+        home = cls(launcher=launcher, place=place, layers=layers if mounts and not user else (), user=user)
+        fill, size = home._fill, limits.disk_bytes if mounts else None
+        await launcher.run(lambda: place.mkdir(mode=0o700))
+        if user:
+            await launcher.run(lambda: os.chown(place, user, user))
+        try:
+            if size is not None or home.layers:
+                home = replace(home, namespace=await launcher.new_namespace(lambda: fill(size)))
+            else:
+                await launcher.run(home._directories, user=user)
+            if layers and not home.layers:
+                await home.run_as_owner(lambda: _copy(layers[0], home.files))
+                if user:
+                    await home.run_as_owner(lambda: _run("chown", "-hR", f"{user}:{user}", str(home.files)))
+        except (OSError, SandboxError) as error:
+            await home.delete()
+            raise SandboxError(f"the sandbox's files cannot be made: {error}") from error
+        return home
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run it where the files are seen, with the sandbox user's rights on files."""
+        return await self.launcher.run(function, namespace=self.namespace, user=self.user)
+
+    async def run_as_owner(self, function: Callable[[], T]) -> T:
+        """Run it where the files are seen, with our own rights."""
+        return await self.launcher.run(function, namespace=self.namespace)
+
+    async def keep(self, layer: Path) -> tuple[Path, ...]:
+        """Copy what is new since the layers it started from to `layer`; the layers of a fork."""
+        if self.layers and len(self.layers) < _MAX_LAYERS:
+            await self.run_as_owner(lambda: _copy(self.place / "upper", layer))
+            return (layer, *self.layers)
+        await self.run_as_owner(lambda: _copy(self.files, layer))
+        return (layer,)
+
+    async def delete(self) -> None:
+        """Unmount by letting go, and delete what lies on disk."""
+        if self.namespace is not None:
+            os.close(self.namespace)
+        await self.launcher.run(lambda: delete_tree(self.place))
+
+    def _fill(self, size: int | None) -> None:
+        """In a new namespace: mount."""
+        if size is not None:
+            options = (
+                f"size={size},nr_inodes={max(1024, size // _BYTES_A_FILE)},mode=0700,uid={self.user},gid={self.user}"
+            )
+            mount("tmpfs", self.place, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        if not self.layers:
+            self._directories()
+            return
+        for name in ("upper", "above", "files"):
+            (self.place / name).mkdir()
+        lower = ":".join(map(str, self.layers))
+        options = f"lowerdir={lower},upperdir={self.place / 'upper'},workdir={self.place / 'above'}"
+        mount("overlay", self.files, "overlay", MS_NOSUID | MS_NODEV, options)
+
+    def _directories(self) -> None:
+        for path in (self.files, *(self.files / name for name in _DIRECTORIES)):
+            path.mkdir()
+            if self.user and os.stat(path).st_uid != self.user:
+                os.chown(path, self.user, self.user)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """With modes, links, whiteouts and extended attributes, following no link."""
+    _run("cp", "-a", "--reflink=auto", f"{source}/.", str(target))
+
+
+def _run(*argv: str) -> None:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise SandboxError(f"{argv[0]} failed: {done.stderr.decode(errors='replace').strip()}")

@@ -1,0 +1,110 @@
+"""Mount namespaces of ours, one for each sandbox, entered by threads that do nothing else.
+
+What is mounted in one is seen there only, and is gone with the last descriptor and process in it: a killed owner leaves no mount.
+"""
+
+import asyncio
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from rlagent.errors import SandboxError
+
+T = TypeVar("T")
+_CLONE_FS: Final = 0x00000200
+_CLONE_NEWNS: Final = 0x00020000
+MS_NOSUID: Final = 2
+MS_NODEV: Final = 4
+_MS_REC: Final = 16384
+_MS_SLAVE: Final = 1 << 19
+_THREADS: Final = 4  # file copies and process starts at once
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, target: Path, kind: str, flags: int, data: str = "") -> None:
+    """mount(2). OSError."""
+    _check(
+        _libc.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode()), target
+    )
+
+
+def _check(result: int, name: Path | None = None) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(name) if name else None)
+
+
+class Launcher:
+    """Threads that run functions in a mount namespace, and as a user of files, of choice.
+
+    A child started here dies with its thread (bubblewrap asks for that), so the threads live until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "sandbox", initializer=self._begin)
+        self._own = threading.local()
+
+    async def run(self, function: Callable[[], T], *, namespace: int | None = None, user: int = 0) -> T:
+        """The function's result. `namespace` is a descriptor of one; `user`, if not 0, owns the files that are made."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, function, namespace, user)
+
+    async def new_namespace(self, fill: Callable[[], None]) -> int:
+        """A descriptor of a new namespace in which `fill` has mounted. OSError where that is not allowed."""
+        return await self.run(lambda: self._make(fill))
+
+    async def can_mount(self) -> bool:
+        """Whether namespaces of ours can be made."""
+        try:
+            os.close(await self.new_namespace(lambda: None))
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+        # Each thread's descriptor of the first namespace goes with the thread's locals.
+
+    def _begin(self) -> None:
+        # A thread must not share its working directory with others to enter a namespace.
+        self._own.alone = _libc.unshare(_CLONE_FS) == 0
+        self._own.home = _Descriptor("/proc/thread-self/ns/mnt")
+
+    def _make(self, fill: Callable[[], None]) -> int:
+        _check(_libc.unshare(_CLONE_NEWNS))
+        try:
+            mount("none", Path("/"), "none", _MS_REC | _MS_SLAVE)
+            fill()
+            return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            _check(_libc.setns(self._own.home.number, _CLONE_NEWNS))
+
+    def _call(self, function: Callable[[], T], namespace: int | None, user: int) -> T:
+        if namespace is not None and _libc.setns(namespace, _CLONE_NEWNS) != 0:
+            raise SandboxError(f"the sandbox's mounts cannot be entered: {os.strerror(ctypes.get_errno())}")
+        if user:
+            _libc.setfsgid(user)
+            _libc.setfsuid(user)
+        try:
+            return function()
+        finally:
+            if user:
+                _libc.setfsuid(0)
+                _libc.setfsgid(0)
+            if namespace is not None:
+                _check(_libc.setns(self._own.home.number, _CLONE_NEWNS))
+
+
+class _Descriptor:
+    """Closed when nothing refers to it."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self.number)

@@ -1,0 +1,197 @@
+"""What process sandboxes share: bubblewrap, control groups, a launcher, a directory, and the sweep of what dead owners left.
+
+Entering the backend finds out once what this machine allows; `enforced` tells it.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from rlagent.errors import SandboxError
+from rlagent.sandboxes import bubblewrap
+from rlagent.sandboxes.base import Limits, Snapshot
+from rlagent.sandboxes.cgroups import Cgroups, Group
+from rlagent.sandboxes.files import delete_tree
+from rlagent.sandboxes.home import Home
+from rlagent.sandboxes.namespaces import Launcher
+from rlagent.sandboxes.owner import Owner, default_state_directory
+from rlagent.sandboxes.spawn import Prelude
+
+if TYPE_CHECKING:
+    from rlagent.sandboxes.process import ProcessSandbox
+
+_KIND: Final = "process"
+# Users that belong to nobody: above what distributions give to users and their subordinate ranges, below 2**31.
+_FIRST_USER: Final = 1_600_000_000
+_USERS_AN_OWNER: Final = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What one open sandbox holds."""
+
+    home: Home
+    group: Group | None
+    prelude: Prelude
+
+    def oom_kills(self) -> int:
+        """How many of its processes were ended for want of memory."""
+        return 0 if self.group is None else self.group.oom_kills()
+
+
+class ProcessBackend:
+    """Process sandboxes with the same limits. See rlagent.sandboxes.base.Backend.
+
+    network: commands have the host's network. allow_unisolated: go on without bubblewrap (see README.md). control_groups=False: use
+    rlimits, and, when we are root, a user of its own for each sandbox, even where control groups could be written.
+    """
+
+    def __init__(
+        self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False,
+        control_groups: bool = True, state_directory: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.limits = limits or Limits()
+        self.network = network
+        self.bwrap: str | None = None
+        self._allow_unisolated = allow_unisolated
+        self._control_groups = control_groups
+        self._state = state_directory or default_state_directory()
+        self._cgroups = Cgroups(1, {})
+        self._mounts = False
+        self._owner: Owner | None = None
+        self._launcher = Launcher()
+        self._numbers = count()
+        self._open: set[ProcessSandbox] = set()
+        self._layers: dict[str, tuple[Path, ...]] = {}
+
+    @property
+    def isolated(self) -> bool:
+        """Whether commands run in namespaces of their own."""
+        return self.bwrap is not None
+
+    @property
+    def enforced(self) -> Mapping[str, str | None]:
+        """Field of Limits -> by what it is enforced; None where it is not."""
+        groups = dict.fromkeys(self._cgroups.own, f"cgroup v{self._cgroups.version}")
+        users = (
+            "rlimit of a user of its own" if self._separate_users else "rlimit of your user, all its processes counted"
+        )
+        return {
+            "wall_s": "timeout",
+            "cpu_s": "rlimit",
+            "cpus": groups.get("cpu"),
+            "memory_bytes": groups.get("memory", "rlimit of each process"),
+            "pids": groups.get("pids", users),
+            "disk_bytes": "tmpfs" if self._mounts else None,
+            "file_size_bytes": "rlimit",
+            "open_files": "rlimit",
+        }
+
+    async def __aenter__(self) -> Self:
+        self._owner = await asyncio.to_thread(Owner, self._state, _KIND)
+        try:
+            if self._control_groups:
+                self._cgroups = await asyncio.to_thread(Cgroups.find)
+            self.bwrap = await self._bubblewrap()
+            self._mounts = self.isolated and await self._launcher.can_mount()
+            for name in self._owner.dead(_KIND):
+                await asyncio.to_thread(Cgroups.find().sweep, name)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self, snapshot: Snapshot | None = None) -> "ProcessSandbox":
+        """A new open sandbox."""
+        from rlagent.sandboxes.process import ProcessSandbox
+
+        return await ProcessSandbox(backend=self, snapshot=snapshot).__aenter__()
+
+    async def delete(self, snapshot: Snapshot) -> None:
+        """Delete a snapshot's files; those of what it was forked from stay."""
+        layers = self._layers.pop(snapshot.name, None)
+        if layers is not None:
+            await self._launcher.run(lambda: delete_tree(layers[0]))
+
+    async def close(self) -> None:
+        """Close every sandbox, delete every file and group."""
+        for sandbox in list(self._open):
+            await sandbox.close()
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            await asyncio.to_thread(self._cgroups.sweep, owner.name)
+            await asyncio.to_thread(owner.close)
+            await asyncio.to_thread(self._launcher.close)
+
+    async def make_room(self, sandbox: "ProcessSandbox", snapshot: Snapshot | None) -> Room:
+        """Files and limits of a new sandbox. For ProcessSandbox."""
+        owner = self._opened
+        if snapshot is not None and snapshot.name not in self._layers:
+            raise SandboxError(f"snapshot {snapshot.name!r} is not of this backend, or was deleted")
+        number = next(self._numbers)
+        layers = self._layers[snapshot.name] if snapshot else ()
+        user = _FIRST_USER + number % _USERS_AN_OWNER if self._separate_users else 0
+        place = owner.directory / f"s{number}"
+        home = await Home.make(self._launcher, place, limits=self.limits, mounts=self._mounts, layers=layers, user=user)
+        group = None
+        try:
+            if self._cgroups.own:
+                group = await self._launcher.run(lambda: self._cgroups.make(owner.name, place.name, self.limits))
+        except OSError as error:
+            await home.delete()
+            raise SandboxError(f"the limits cannot be set: {error}; give control_groups=False to do without") from error
+        prelude = Prelude.make(
+            self.limits, doors=group.doors if group else (), address_space="memory" not in self._cgroups.own,
+            processes="pids" not in self._cgroups.own,
+        )  # fmt: skip
+        self._open.add(sandbox)
+        return Room(home=home, group=group, prelude=prelude)
+
+    async def clear_room(self, sandbox: "ProcessSandbox", room: Room) -> None:
+        """Take it all back. For ProcessSandbox."""
+        self._open.discard(sandbox)
+        await room.home.delete()
+        if room.group is not None:
+            await self._launcher.run(room.group.close)
+
+    async def keep(self, room: Room) -> Snapshot:
+        """The files of a sandbox as a snapshot. For ProcessSandbox."""
+        snapshot = Snapshot(name=f"layer{next(self._numbers)}")
+        self._layers[snapshot.name] = await room.home.keep(self._opened.directory / snapshot.name)
+        return snapshot
+
+    @property
+    def _separate_users(self) -> bool:
+        return os.geteuid() == 0 and "pids" not in self._cgroups.own
+
+    @property
+    def _opened(self) -> Owner:
+        if self._owner is None:
+            raise SandboxError("the backend is not open; use it as `async with ProcessBackend() as backend:`")
+        return self._owner
+
+    async def _bubblewrap(self) -> str | None:
+        found = shutil.which("bwrap")
+        reason = "is not installed"
+        if found is not None:
+            said = await bubblewrap.refusal(found, _FIRST_USER if self._separate_users else 0)
+            if said is None:
+                return found
+            reason = said
+        if not self._allow_unisolated:
+            raise SandboxError(
+                f"bubblewrap (bwrap) {reason}; commands could reach the network and the host's files. Install the package "
+                "'bubblewrap' on a host that allows user namespaces, or give allow_unisolated=True"
+            )
+        return None

@@ -1,0 +1,44 @@
+"""Sandbox backends for tests that run on each of them."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlagent.sandboxes import bubblewrap
+from rlagent.sandboxes.base import Backend, Limits
+from rlagent.sandboxes.process_backend import ProcessBackend
+
+BWRAP = shutil.which("bwrap")
+HAS_BWRAP = BWRAP is not None and asyncio.run(bubblewrap.refusal(BWRAP)) is None
+needs_bwrap = pytest.mark.skipif(not HAS_BWRAP, reason="bubblewrap is not installed, or may not make namespaces here")
+MIB = 1024**2
+TIGHT = Limits(
+    wall_s=20,
+    cpu_s=10,
+    cpus=1.0,
+    memory_bytes=96 * MIB,
+    pids=24,
+    disk_bytes=16 * MIB,
+    file_size_bytes=64 * MIB,
+    open_files=64,
+)
+
+
+def process_backend(kind: str, state: Path) -> Backend:
+    """`groups`: limits by control groups where they can be written; `users`: by rlimits, with a user for each sandbox."""
+    return ProcessBackend(limits=TIGHT, control_groups=kind == "groups", state_directory=state)
+
+
+def alive(mark: str) -> list[int]:
+    """Processes of this machine with `mark` among their arguments. A pid namespace hides none from its parent."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [int(pid)] if mark.encode() in arguments else []
+    return found

@@ -71,10 +71,22 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RawPrompt:
+    """A prompt that no template renders: `ids` where the client gave them, else `text`."""
+
+    text: str = ""
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What an agent asks a completion of: messages, tools in their JSON form, arguments of the chat template."""
+    """What an agent asks a completion of: messages, tools in their JSON form, arguments of the chat template.
+
+    With a `prompt` there are no messages: it is completed as it stands.
+    """
 
     messages: tuple[Message, ...]
+    prompt: RawPrompt | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,6 +110,8 @@ class Root:
 
 def root_of(model: str, conversation: Conversation, renderer: str) -> Root:
     """The root of a conversation. `renderer` is the digest of tokenizer and template."""
+    if conversation.prompt is not None:
+        return Root(model, "raw_prompt", renderer)
     tools = orjson.dumps([dict(tool) for tool in conversation.tools])
     args = orjson.dumps(dict(conversation.template_args), option=orjson.OPT_SORT_KEYS)
     return Root(model, digest(tools), digest(renderer.encode(), args))

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from rlagent.router.conversation import Message, Root, digest, history_digests, match_key
+from rlagent.router.raw_prompt import TextEnd, TextIndex
 from rlagent.types import Call, Delivery, Int32Array
 
 
@@ -66,6 +67,7 @@ class Forest:
     next_index: int = 0  # of the session's next call
     _nodes: dict[str, list[Node]] = field(default_factory=dict)
     _by_call: dict[str, list[Node]] = field(default_factory=dict)
+    _texts: TextIndex[Node] = field(default_factory=TextIndex)  # of raw prompts
     _tool_ids: set[str] = field(default_factory=set)  # minted in this session
 
     def take_index(self) -> int:
@@ -93,6 +95,17 @@ class Forest:
                 reason = "edited" if same_root else found[0].root.change(root)
         return Match(None, reason or ("edited" if has_assistant else "new_root"))
 
+    def match_text(self, text: str, root: Root) -> tuple[Match, int]:
+        """The deepest recorded completion whose text the given one begins with, and how long that text is."""
+        if not self._nodes:
+            return Match(None, "first"), 0
+        for length, found in self._texts.find(text):
+            candidates = [node for node in found if not node.root.change(root)]
+            if candidates:
+                chosen = _choose(candidates)
+                return Match(chosen, "" if chosen is not None else "ambiguous"), length
+        return Match(None, "edited"), 0
+
     def _compatible(self, node: Node, messages: Sequence[Message]) -> bool:
         """Neither the ids of tool calls nor the reasoning that the client sends back speak of another node."""
         for ancestor in node.chain:
@@ -105,8 +118,16 @@ class Forest:
                 return False
         return True
 
-    def add(self, call: Call, root: Root, segment: str, new: Sequence[Message], served: Sequence[Message]) -> None:
-        """Enter a committed call. `new` are the messages behind its parent's."""
+    def add(
+        self,
+        call: Call,
+        root: Root,
+        segment: str,
+        new: Sequence[Message],
+        served: Sequence[Message],
+        ends: Sequence[TextEnd] = (),
+    ) -> None:
+        """Enter a committed call. `new` are the messages behind its parent's; `ends` each choice's, of a raw prompt."""
         parent = None if call.parent is None else self._by_call[call.parent.call_id][call.parent.choice]
         before = "" if parent is None else parent.history
         history = history_digests(new, after=before)[-1] if new else before
@@ -134,6 +155,8 @@ class Forest:
             self._nodes.setdefault(node.history, []).append(node)
             self._tool_ids.update(tool.call_id for tool in message.tool_calls)
         self._by_call[call.call_id] = nodes
+        for end, node in zip(ends, nodes, strict=False):
+            self._texts.add(end, node)
 
     def mark(self, call_id: str, delivery: Delivery) -> None:
         """Note what became of a call's answer."""
@@ -149,7 +172,8 @@ def rebuild(calls: Iterable[Call]) -> Forest:
         root = Root(**noted["root"])
         new = [Message.from_json(body) for body in orjson.loads(call.messages)]
         served = [Message.from_json(body) for body in orjson.loads(call.served)]
-        forest.add(call, root, noted["segment"], new, served)
+        ends = [TextEnd(length, text) for length, text in noted.get("ends", ())]
+        forest.add(call, root, noted["segment"], new, served, ends)
     return forest
 
 

@@ -14,9 +14,11 @@ from typing import Literal
 import numpy as np
 
 from rlagent.router.chat_template import TemplateError
-from rlagent.router.conversation import Conversation, Message, Root, history_digests
+from rlagent.router.conversation import Conversation, Message, RawPrompt, Root, history_digests
 from rlagent.router.forest import Forest, Node
+from rlagent.router.raw_prompt import ids_behind, whole_ids, whole_text
 from rlagent.router.render import Renderer, Segments
+from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Int32Array, Origin
 
 Reasoning = Literal["template", "all"]
@@ -37,6 +39,8 @@ class Plan:
 
 def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning) -> Plan:
     """The prompt of a request. TemplateError when the template refuses the conversation."""
+    if conversation.prompt is not None:
+        return _plan_raw(forest, renderer.tokenizer, conversation.prompt, root)
     messages = conversation.messages
     found = forest.match(messages, history_digests(messages), root)
     reason = found.reason
@@ -48,6 +52,30 @@ def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: R
     text, segment = renderer.fresh(conversation)
     ids = np.array(renderer.tokenizer.encode(text), np.int32)
     return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment=segment, new=messages)
+
+
+def _plan_raw(forest: Forest, tokenizer: Tokenizer, prompt: RawPrompt, root: Root) -> Plan:
+    """The ids of a raw prompt. The recorded `new` is what is new of its text."""
+    text = whole_text(prompt, tokenizer)
+    found, length = forest.match_text(text, root)
+    reason = found.reason
+    if found.node is not None:
+        known = found.node.prompt_ids()
+        suffix = ids_behind(prompt, known, length, tokenizer)
+        if suffix is not None:
+            return Plan(
+                ids=np.concatenate([known, suffix]),
+                suffix=suffix,
+                parent=found.node,
+                origin="extended",
+                reason="",
+                segment="",
+                new=(Message(role="user", content=text[length:]),),
+            )
+        reason = "ids_differ"
+    ids = whole_ids(prompt, tokenizer)
+    new = (Message(role="user", content=text),)
+    return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment="", new=new)
 
 
 def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasoning: Reasoning) -> Plan | str:

@@ -6,22 +6,26 @@ In the flow: fed while a choice is generated (streaming) or once at its end; bot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rlagent.router.conversation import Message
-from rlagent.router.forced_call import ForcedCallParser
 from rlagent.router.parse import Event, OutputParser, trim_stop
 from rlagent.router.tokenizer import Detokenizer, Tokenizer
+from rlagent.router.untagged import ForcedCallParser, TextParser
 from rlagent.types import Choice, ParseStatus
+
+# What an output is read as: a model's own form of reasoning and calls, one forced call, or text.
+Form = Literal["tagged", "call", "text"]
 
 
 class ChoiceReader:
     """Reads one choice. `feed` new ids without the stop token, then `finish`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, tools: bool, thinking: bool, stops: Sequence[str], forced: bool = False
+        self, tokenizer: Tokenizer, *, tools: bool, thinking: bool, stops: Sequence[str], form: Form = "tagged"
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._parser = ForcedCallParser() if forced else OutputParser(tools=tools, thinking=thinking)
+        self._parser = _parser(form, tools=tools, thinking=thinking)
         self._stops = tuple(stops)
         self._held = ""  # what may be the start of a stop string
         self._stopped = False
@@ -61,6 +65,16 @@ class ChoiceReader:
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return self._parser.feed(text[: len(text) - keep])
+
+
+def _parser(form: Form, *, tools: bool, thinking: bool) -> OutputParser | ForcedCallParser | TextParser:
+    match form:
+        case "tagged":
+            return OutputParser(tools=tools, thinking=thinking)
+        case "call":
+            return ForcedCallParser()
+        case "text":
+            return TextParser()
 
 
 def visible_ids(choice: Choice) -> list[int]:

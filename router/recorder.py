@@ -29,6 +29,7 @@ from rlagent.router.history import continued
 from rlagent.router.live import Flight, LiveSession, sealed
 from rlagent.router.parse import Event
 from rlagent.router.plan import Plan, plan
+from rlagent.router.raw_prompt import TextEnd, text_end
 from rlagent.router.reader import ChoiceReader
 from rlagent.router.render import Renderer
 from rlagent.router.sampling import Decision, decide
@@ -180,7 +181,7 @@ class Recorder:
             ChoiceReader(
                 self._renderer.tokenizer,
                 tools=ask.tools,
-                forced=ask.grammar is not None and ask.grammar.is_call,
+                form=ask.form,
                 thinking=tail.rstrip().endswith("<think>"),
                 stops=prepared.decision.sampling.stop,
             )
@@ -188,6 +189,7 @@ class Recorder:
         ]
         choices = await self._sample(live, prepared, readers, on_events)
         served = [reader.message for reader in readers]
+        ends = [] if ask.conversation.prompt is None else [self._text_end(found, choice) for choice in choices]
         call = Call(
             call_id=prepared.call_id,
             session_id=live.session.session_id,
@@ -210,12 +212,16 @@ class Recorder:
             started_at=prepared.started_at,
             finished_at=time.time(),
             body_digest=ask.body_digest,
-            client=_client_note(prepared),
+            client=_client_note(prepared, ends),
         )
         await _to_the_end(self._commit(live, call))
-        live.forest.add(call, prepared.root, found.segment, found.new, served)
+        live.forest.add(call, prepared.root, found.segment, found.new, served, ends)
         live.remember(call)
         return call
+
+    def _text_end(self, found: Plan, choice: Choice) -> TextEnd:
+        """Where the text of a raw prompt's completion ends."""
+        return text_end(self._renderer.tokenizer.decode([*found.ids.tolist(), *choice.output_ids.tolist()]))
 
     async def _commit(self, live: LiveSession, call: Call) -> None:
         try:
@@ -301,7 +307,7 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def _client_note(prepared: Prepared) -> bytes:
+def _client_note(prepared: Prepared, ends: Sequence[TextEnd]) -> bytes:
     """What the record keeps beside the call: wishes not granted, and what a rebuild of the forest needs."""
     ask, root = prepared.ask, prepared.root
     wishes = {
@@ -318,6 +324,7 @@ def _client_note(prepared: Prepared) -> bytes:
         "ignored": dict(ask.ignored),
         "tools": ask.tools,
         "logprobs": ask.logprobs,
+        **({"ends": [[end.length, end.digest] for end in ends]} if ends else {}),
         **({"num_lead": ask.num_lead} if ask.num_lead else {}),
         **({} if ask.grammar is None else {"json_schema": ask.grammar.schema}),
         "root": {"model": root.model, "tools": root.tools, "template": root.template},

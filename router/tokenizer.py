@@ -101,6 +101,10 @@ class Tokenizer:
                 ids.append(token)
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text whose special tokens are meant as such."""
+        return self._ids(self._backend, text)
+
     def _split(self, text: str) -> list[tuple[str, int | None]]:
         """Text between the template's own special tokens, each with the token that follows it."""
         if self._find_special is None:

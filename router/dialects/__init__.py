@@ -2,7 +2,16 @@
 
 from typing import Final
 
-from rlagent.router.dialects import chat, chat_answer, messages, messages_answer, responses, responses_answer
+from rlagent.router.dialects import (
+    chat,
+    chat_answer,
+    completions,
+    completions_answer,
+    messages,
+    messages_answer,
+    responses,
+    responses_answer,
+)
 from rlagent.router.dialects.dialect import Dialect
 
 CHAT: Final = Dialect(
@@ -10,6 +19,13 @@ CHAT: Final = Dialect(
     parse=chat.parse,
     answer=chat_answer.completion,
     stream=chat_answer.ChunkWriter,
+    error=lambda error: error.body,
+)
+COMPLETIONS: Final = Dialect(
+    path="completions",
+    parse=completions.parse,
+    answer=completions_answer.completion,
+    stream=completions_answer.ChunkWriter,
     error=lambda error: error.body,
 )
 MESSAGES: Final = Dialect(
@@ -27,4 +43,4 @@ RESPONSES: Final = Dialect(
     stream=responses_answer.EventWriter,
     error=lambda error: error.body,
 )
-DIALECTS: Final = (CHAT, RESPONSES, MESSAGES)
+DIALECTS: Final = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)

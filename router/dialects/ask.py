@@ -8,6 +8,7 @@ from typing import Any
 
 from rlagent.router.conversation import Conversation
 from rlagent.router.grammar import Grammar
+from rlagent.router.reader import Form
 from rlagent.router.sampling import Asked
 
 
@@ -37,3 +38,10 @@ class Ask:
     ignored: Mapping[str, Any] = field(default_factory=dict)
     body_digest: str = ""
     retry_count: int = 0
+
+    @property
+    def form(self) -> Form:
+        """What the output is read as."""
+        if self.conversation.prompt is not None:
+            return "text"
+        return "call" if self.grammar is not None and self.grammar.is_call else "tagged"

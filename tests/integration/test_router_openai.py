@@ -7,9 +7,11 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from fake_engine import Reply
 from router_harness import EOS, MODEL, TOKENIZER, TOOLS, USER, Harness, always, in_turn, router, said
@@ -67,6 +69,65 @@ async def test_n_logprobs_and_raw_response(tmp_path: Path) -> None:
             assert choice.logprobs.content is not None
             assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
             assert {token.logprob for token in choice.logprobs.content} == {-0.5}
+
+
+class Look(pydantic.BaseModel):
+    """Look up."""
+
+    key: str
+
+
+class Code(pydantic.BaseModel):
+    code: int
+
+
+async def test_parsed_tool_calls_and_a_parsed_answer(tmp_path: Path) -> None:
+    tools = [openai.pydantic_function_tool(Look)]
+    called = '<tool_call>\n{"name": "Look", "arguments": {"key": "a"}}\n</tool_call>'
+    forced = '{"name": "Look", "arguments": {"key": "b"}}'
+    async with router(tmp_path, in_turn(said(called), said(forced), said('{"code": 7}'))) as r, client_of(r) as client:
+        r.engine.grammar_backend = "xgrammar"
+        found = await client.chat.completions.parse(model="m", messages=USER, tools=tools)  # type: ignore[arg-type]
+        choice: Any = {"type": "function", "function": {"name": "Look"}}
+        second = await client.chat.completions.parse(model="m", messages=USER, tools=tools, tool_choice=choice)  # type: ignore[arg-type]
+        for answer, key in ((found, "a"), (second, "b")):
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert answer.choices[0].message.tool_calls is not None
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.parsed_arguments == Look(key=key)
+        third = await client.chat.completions.parse(model="m", messages=USER, response_format=Code)  # type: ignore[arg-type]
+        assert third.choices[0].message.parsed == Code(code=7)
+        (session,) = await r.admin.sessions()
+        calls = await r.admin.calls(session["session_id"])
+        assert [call["choices"][0]["trainable"] for call in calls] == [True, False, False]
+        rows = await r.admin.trajectories(session["session_id"])
+        assert sum(sum(row["loss_mask"]) for row in rows) == len(calls[0]["choices"][0]["output_ids"])
+
+
+async def test_a_forced_call_that_is_cut_is_served_as_text_and_flagged(tmp_path: Path) -> None:
+    cut = Reply(ids=TOKENIZER.encode('{"name": "lo'), finish={"type": "length", "length": 5})
+    async with router(tmp_path, always(cut)) as r, client_of(r) as client:
+        r.engine.grammar_backend = "xgrammar"
+        found = await client.chat.completions.create(
+            model="m", messages=USER, tools=TOOLS, tool_choice="required"  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert (found.choices[0].message.content, found.choices[0].finish_reason) == ('{"name": "lo', "length")
+        (session,) = await r.admin.sessions()
+        (call,) = await r.admin.calls(session["session_id"])
+        assert call["choices"][0]["parse_status"] == "malformed"
+
+
+async def test_a_call_under_a_grammar_that_is_aborted_starts_again(tmp_path: Path) -> None:
+    aborted = Reply(ids=TOKENIZER.encode('{"co'), finish={"type": "abort", "message": "update"})
+    async with router(tmp_path, in_turn(aborted, said('{"code": 7}'))) as r, client_of(r) as client:
+        r.engine.grammar_backend = "xgrammar"
+        stream = await client.chat.completions.create(
+            model="m", messages=USER, stream=True, response_format={"type": "json_object"}  # type: ignore[arg-type]
+        )  # fmt: skip
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == '{"code": 7}'
+        first, second = r.engine.requests
+        assert first["input_ids"] == second["input_ids"]
 
 
 async def test_the_sync_client_and_models(tmp_path: Path) -> None:
@@ -139,9 +200,8 @@ async def test_an_agent_on_the_embedded_engine_is_recorded_exactly(tmp_path: Pat
 
 def test_serve_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import rlagent.serve, rlagent.launch.serve_child; "
-        "print([n for n in ('torch', 'transformers', 'numba', 'pandas') if n in sys.modules], time.perf_counter() - start)"
+        "import sys, rlagent.serve, rlagent.launch.serve_child; "
+        "print([name for name in ('torch', 'transformers', 'numba', 'pandas') if name in sys.modules])"
     )
-    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert words[0] == "[]"
-    assert float(words[1]) < 2.0  # 0.4 s on an idle core
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == "[]"

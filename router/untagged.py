@@ -1,6 +1,7 @@
-"""The output of a forced tool call, read: under such a grammar a model writes one call's JSON, without any tag.
+"""Outputs in which no tag is looked for: a forced tool call, and the completion of a raw prompt.
 
-In the flow: where parse.py stands for other outputs. What is no call (cut by length) is served as its text, and flagged.
+In the flow: where parse.py stands for other outputs. A forced call is one call's JSON; what is no call (cut by length) is
+served as its text, and flagged. The completion of a raw prompt is text, whatever stands in it.
 """
 
 from __future__ import annotations
@@ -38,3 +39,27 @@ class ForcedCallParser:
         self.status = "tool_calls"
         self.message = Message(role="assistant", tool_calls=(call,))
         return [call]
+
+
+@dataclass(slots=True, kw_only=True)
+class TextParser:
+    """Feed it text: all of it is content."""
+
+    status: ParseStatus = "text"
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        """All that was read so far."""
+        return Message(role="assistant", content="".join(self._texts))
+
+    def feed(self, text: str) -> list[Event]:
+        """The text."""
+        if not text:
+            return []
+        self._texts.append(text)
+        return [Text(text)]
+
+    def finish(self) -> list[Event]:
+        """Nothing is held back."""
+        return []

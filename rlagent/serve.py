@@ -160,7 +160,7 @@ async def _engines(
             await _attach(engine, policies)
         return pool, policies, [partial(watch_attached, engine, policies) for engine in pool.engines]
     processes = await stack.enter_async_context(engine_processes(make, config, logs))
-    pool = Pool([process.engine for process in processes])
+    pool = Pool([process.engine for process in processes], start_wait_s=config.start_timeout_s)
     policies = Policies(store, pool, router)
     stack.push_async_callback(policies.close)
     stack.push_async_callback(pool.close)

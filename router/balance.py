@@ -1,4 +1,4 @@
-"""Which engine a call goes to: the one that its session used before (its prefix is cached there), else the least loaded.
+"""Which engine a call goes to: its session's (its prefix is cached there), else its group's (the task is), else the least loaded.
 
 In the flow: generate.py picks an engine per request. Invariant: only engines in state "ready" get requests.
 """
@@ -14,6 +14,8 @@ from rlagent.router.engine_client import Engine
 
 # A supervised engine that restarts is waited for so long; an SDK's own retries give up earlier than that.
 START_WAIT_S: Final = 60.0
+# Groups whose engine is remembered; the oldest are forgotten first. Far more than are ever sampled at once.
+_MAX_GROUPS: Final = 4096
 
 
 class NoEngine(EngineError):
@@ -23,9 +25,12 @@ class NoEngine(EngineError):
 class Pool:
     """The engines of one router, and small tasks that concern them (aborts)."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, start_wait_s: float = START_WAIT_S) -> None:
+        """start_wait_s: how long a call waits for an engine that is being started, at least START_WAIT_S."""
         self.engines = tuple(engines)
+        self._start_wait_s = max(start_wait_s, START_WAIT_S)
         self._homes: dict[str, Engine] = {}
+        self._groups: dict[str, Engine] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -34,10 +39,10 @@ class Pool:
         """Engines that take requests."""
         return [engine for engine in self.engines if engine.state == "ready"]
 
-    async def pick(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
+    async def pick(self, session_id: str, group_id: str | None = None, avoid: Collection[Engine] = ()) -> Engine:
         """The engine for a session's next request. NoEngine when none is ready and none is being started."""
         try:
-            async with asyncio.timeout(START_WAIT_S), self._changed:
+            async with asyncio.timeout(self._start_wait_s), self._changed:
                 await self._changed.wait_for(
                     lambda: self._open(avoid) or not any(engine.state == "starting" for engine in self.engines)
                 )
@@ -48,9 +53,21 @@ class Pool:
             states = ", ".join(f"{engine.url} {engine.state}" for engine in self.engines)
             raise NoEngine(f"no engine can take the call now ({states}); try again in a few seconds")
         home = self._homes.get(session_id)
-        if home not in found:
-            home = min(found, key=lambda engine: engine.running)
+        if home is None or home not in found:
+            home = self._group_home(group_id, found)
             self._homes[session_id] = home
+        return home
+
+    def _group_home(self, group_id: str | None, found: Sequence[Engine]) -> Engine:
+        """Where a group's first member went, and where the others of one whose engine left go together."""
+        least = min(found, key=lambda engine: engine.running)
+        if group_id is None:
+            return least
+        home = self._groups.get(group_id)
+        if home is None or home not in found:
+            home = self._groups[group_id] = least
+            if len(self._groups) > _MAX_GROUPS:
+                del self._groups[next(iter(self._groups))]
         return home
 
     def _open(self, avoid: Collection[Engine]) -> list[Engine]:

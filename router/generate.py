@@ -79,6 +79,7 @@ class Generator:
         self,
         rid: str,
         session_id: str,
+        group_id: str | None,
         prompt: Int32Array,
         sampling: Sampling,
         *,
@@ -98,7 +99,7 @@ class Generator:
         for attempt in range(MAX_RESUMES):
             if attempt and len(output.ids) >= sampling.max_tokens:
                 return output.choice("length", None, trainable=trainable)
-            engine = await self._pick(session_id, avoid)
+            engine = await self._pick(session_id, group_id, avoid)
             ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
             params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
             engine.running += 1
@@ -130,14 +131,14 @@ class Generator:
         found = await asyncio.gather(*(engine.has_grammar() for engine in self._pool.engines if engine.state != "down"))
         return all(found)
 
-    async def _pick(self, session_id: str, avoid: set[Engine]) -> Engine:
+    async def _pick(self, session_id: str, group_id: str | None, avoid: set[Engine]) -> Engine:
         try:
-            return await self._pool.pick(session_id, avoid)
+            return await self._pool.pick(session_id, group_id, avoid)
         except NoEngine:
             if not any(engine.state == "ready" for engine in avoid):
                 raise
             avoid.clear()  # an engine that failed this call has come back
-            return await self._pool.pick(session_id)
+            return await self._pool.pick(session_id, group_id)
 
     async def _request(
         self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None

@@ -264,6 +264,7 @@ class Recorder:
         choice = await self._generator.choice(
             f"{prepared.call_id}.{number}",
             live.session.session_id,
+            live.session.group_id,
             prepared.plan.ids,
             sampling,
             trainable=trainable,

@@ -1,0 +1,241 @@
+"""`rlagent serve --engine sglang` as a process: an engine killed in mid-call and in mid-push, a learner that dies, a wrong shape.
+
+One server for all tests; every test leaves an engine that serves a whole, known version.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from policies import Policies, continued
+from sglang_process import START_S, sglang_python
+
+from rlagent.client import RouterClient
+from rlagent.errors import RouterError, WeightSyncError
+from rlagent.trainer.config import SyncConfig
+from rlagent.trainer.weight_sync import WeightSync
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+MAX_TOKENS = 1500
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The router's base URL, its process, and the model that it serves."""
+
+    url: str
+    process: subprocess.Popen[str]
+    model: Path
+
+    def engine_pid(self) -> int:
+        """The SGLang server, the child of serve."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [int(pid) for pid in children if b"sglang_server.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return pid
+
+
+@pytest.fixture(scope="module")
+def served(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """With a model whose completions are as long as they may be: its end is a token that it does not say."""
+    root = tmp_path_factory.mktemp("serve")
+    model = root / "model"
+    shutil.copytree(policies.dirs["old"], model)
+    for name, changes in (
+        ("config.json", {"eos_token_id": 695}),
+        ("generation_config.json", {"eos_token_id": 695}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+    ):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
+    command = [sys.executable, "-m", "rlagent.cli", "serve", "--model", str(model), "--engine", "sglang", "--port", "0"]
+    command += ["--buffer", str(root / "buffer.db"), "--engine-arg=--disable-overlap-schedule"]
+    settings = (
+        f"engine.sglang.python={sglang_python()}", "engine.device=cpu", "engine.max_running=8", "engine.max_total_tokens=16384",
+        f"engine.start_timeout_s={START_S}", f"sampling.max_tokens={MAX_TOKENS}",
+    )  # fmt: skip
+    command += [part for setting in settings for part in ("--set", setting)]
+    with (
+        (root / "serve.log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"serve ended: {(root / 'serve.log').read_text()[-3000:]}"
+        yield Serve(url=line.split()[-1], process=process, model=model)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+
+
+async def ready(admin: RouterClient) -> dict[str, Any]:
+    """The engine, once it takes calls."""
+    deadline = time.monotonic() + START_S
+    while True:
+        (engine,) = (await admin.policy())["engines"]
+        if engine["state"] == "ready":
+            return dict(engine)
+        assert time.monotonic() < deadline, engine
+        await asyncio.sleep(0.2)  # the state is asked for; there is no event to wait for
+
+
+async def checksums(url: str) -> Any:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+        return (await http.post("/weights_checker", json={"action": "checksum"})).json()["ranks"][0]["checksums"]
+
+
+def pusher(transport: str, model: Path) -> WeightSync:
+    config = SyncConfig(transport=transport, bucket_bytes=300_000)  # type: ignore[arg-type]
+    return WeightSync(config, engine_dtype=torch.float32, model_dir=model)
+
+
+async def publish(admin: RouterClient, weights: Any, serve: Serve, transport: str = "tensor") -> int:
+    """A whole publish as the driver makes it; a failed push gives it up and raises."""
+    current = (await admin.policy())["version"]
+    ticket = await admin.begin_publish(step=current + 1, parent=current)
+    sync = pusher(transport, serve.model)
+    try:
+        report = await asyncio.to_thread(sync.push, ticket.engines, weights, version=ticket.version)
+    except WeightSyncError as error:
+        await admin.fail_publish(ticket.publish_id, str(error))
+        raise
+    finally:
+        sync.close()
+    assert report.verified == "yes"
+    await admin.commit_publish(ticket.publish_id, checksum=report.checksum, snapshot=None)
+    return ticket.version
+
+
+async def long_call(serve: Serve, key: str, begun: asyncio.Event) -> httpx.Response:
+    """A streamed completion of MAX_TOKENS; `begun` is set at its first token."""
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=START_S) as http,
+        http.stream(
+            "POST", f"{serve.url}/v1/chat/completions", headers={"authorization": f"Bearer {key}"},
+            json={"model": "policy", "stream": True, "messages": [{"role": "user", "content": "zz qq"}]},
+        ) as response,
+    ):  # fmt: skip
+        lines = []
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if line.count('"content"') and len(lines) > 4:
+                begun.set()
+        assert "data: [DONE]" in lines
+        return response
+
+
+async def recorded(admin: RouterClient, response: httpx.Response) -> tuple[list[int], dict[str, Any]]:
+    (call,) = await admin.calls(response.headers["x-rlagent-session"])
+    (choice,) = call["choices"]
+    assert len(choice["output_ids"]) == len(choice["logprobs"]) == MAX_TOKENS
+    return call["prompt_ids"], choice
+
+
+async def test_an_engine_killed_in_mid_call_is_replaced_and_the_agent_notices_nothing(
+    served: Serve, policies: Policies
+) -> None:
+    async with RouterClient(served.url) as admin:
+        await ready(admin)
+        begun = asyncio.Event()
+        call = asyncio.create_task(long_call(served, "killed", begun))
+        await begun.wait()
+        pid = served.engine_pid()
+        os.kill(pid, signal.SIGKILL)
+        prompt, choice = await recorded(admin, await call)
+        assert (await ready(admin))["version"] == 0
+        assert served.engine_pid() != pid
+    assert [span["version"] for span in choice["versions"]] == [0]
+    old = policies.models["old"]
+    ids = prompt + choice["output_ids"]
+    expected = continued(old, old, ids, 1)[len(prompt) - 1 :]
+    assert (torch.tensor(choice["logprobs"]) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+async def test_a_publish_in_mid_call_gives_two_spans_each_of_its_policy(
+    served: Serve, policies: Policies, transport: str
+) -> None:
+    async with RouterClient(served.url) as admin:
+        before = (await ready(admin))["version"]
+        begun = asyncio.Event()
+        call = asyncio.create_task(long_call(served, f"published-{transport}", begun))
+        await begun.wait()
+        name = "new" if transport == "tensor" else "old"
+        version = await publish(admin, policies.weights(name).items(), served, transport)
+        prompt, choice = await recorded(admin, await call)
+        assert (await ready(admin))["version"] == version
+    assert [span["version"] for span in choice["versions"]] == [before, version]
+    middle = choice["versions"][1]["start"]
+    ids = prompt + choice["output_ids"]
+    given = torch.tensor(choice["logprobs"])
+    first, second = (policies.models[each] for each in (("old", "new") if name == "new" else ("new", "old")))
+    assert (given[:middle] - continued(first, first, ids, 1)[len(prompt) - 1 :][:middle]).abs().max() < 1e-4
+    assert (given[middle:] - continued(second, second, ids, 1)[len(prompt) - 1 :][middle:]).abs().max() < 1e-4
+
+
+async def test_an_engine_killed_in_mid_bucket_comes_back_whole(served: Serve, policies: Policies) -> None:
+    def killing() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(policies.weights("new").items()):
+            if index == 20:
+                os.kill(served.engine_pid(), signal.SIGKILL)
+            yield item
+
+    async with RouterClient(served.url) as admin:
+        await ready(admin)
+        with pytest.raises(WeightSyncError, match="went away"):
+            await publish(admin, killing(), served)
+        engine = await ready(admin)
+        assert engine["version"] == 0  # the newest snapshot on disk
+        whole = await checksums(engine["url"])
+        version = await publish(admin, policies.weights("new").items(), served)
+        assert await checksums(engine["url"]) != whole
+        await publish(admin, policies.weights("old").items(), served, "distributed")
+        assert await checksums(engine["url"]) == whole
+        assert (await ready(admin))["version"] == version + 1
+
+
+async def test_a_learner_that_dies_in_mid_publish_leaves_the_snapshot_serving(
+    served: Serve, policies: Policies
+) -> None:
+    def half() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(policies.weights("new").items()):
+            if index == 20:
+                raise KeyboardInterrupt  # nothing is ended and nobody is told, as after a kill
+            yield item
+
+    async with RouterClient(served.url) as admin:
+        engine = await ready(admin)
+        whole = await checksums(engine["url"])
+        current = (await admin.policy())["version"]
+        ticket = await admin.begin_publish(step=9, parent=current, lease_s=2.0)
+        sync = pusher("tensor", served.model)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push(ticket.engines, half(), version=ticket.version)
+        sync.close()
+        assert await checksums(engine["url"]) != whole  # half of it is in, and the engine is paused
+        begun = asyncio.Event()
+        await long_call(served, "after", begun)  # waits until the lease has run out
+        assert (await ready(admin))["version"] == 0
+        assert await checksums(engine["url"]) == whole
+        with pytest.raises(RouterError):
+            await admin.commit_publish(ticket.publish_id, checksum="", snapshot=None)
+
+
+async def test_a_wrong_shape_never_serves(served: Serve, policies: Policies) -> None:
+    weights = {**policies.weights("new"), "model.norm.weight": torch.ones(3)}
+    async with RouterClient(served.url) as admin:
+        engine = await ready(admin)
+        whole = await checksums(engine["url"])
+        with pytest.raises(WeightSyncError, match=engine["url"]):
+            await publish(admin, weights.items(), served)
+        engine = await ready(admin)
+        assert (engine["version"], await checksums(engine["url"])) == (0, whole)

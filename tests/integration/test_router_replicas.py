@@ -263,3 +263,33 @@ async def test_a_server_that_is_killed_fails_calls_until_it_is_back(tmp_path: Pa
             assert [call["origin"] for call in calls] == ["fresh", "extended"]
     finally:
         server.stop()
+
+
+async def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(tmp_path: Path) -> None:
+    """The server stores a commit and waits for a standby that is not there; its connection is ended meanwhile."""
+    server = server_or_skip()
+    end_waiting = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    reload = "SELECT pg_reload_conf()"
+    try:
+        async with fake_engine(answer) as engine, replica(engine, server.new_schema(), tmp_path) as router:
+            session = await router.admin.new_session()
+            history = list(USER)
+            await router.turn(session, history)
+            server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'", reload)
+            call = asyncio.create_task(router.chat(session, history))
+            async with asyncio.timeout(60):
+                while not call.done():
+                    await asyncio.to_thread(server.execute, end_waiting)
+            response = await call
+            assert (response.status_code, response.headers["x-should-retry"]) == (503, "true")
+            assert "may be stored or not" in response.json()["error"]["message"]
+            server.execute("ALTER SYSTEM RESET synchronous_standby_names", reload)
+            assert len(engine.requests) == 2
+            again = await router.chat(session, history, retry=1)
+            assert again.status_code == 200
+            assert len(engine.requests) == 2  # answered from the record
+            first, second = await router.admin.calls(session.session_id)
+            assert again.json()["id"] == second["call_id"]
+            assert second["parent"]["call_id"] == first["call_id"]
+    finally:
+        server.stop()

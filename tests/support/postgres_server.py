@@ -30,8 +30,10 @@ def binaries() -> Path | None:
 class PostgresServer:
     """One server and its data. Made in `directory`, started by `start`, ended by `stop` or `kill`."""
 
-    def __init__(self, programs: Path, *, fsync: bool = False) -> None:
+    def __init__(self, programs: Path, *, fsync: bool = False, max_file_bytes: int | None = None) -> None:
+        """max_file_bytes: no file of the data grows beyond it, as on a full disk."""
         self._programs = programs
+        self._max_file_bytes = max_file_bytes
         self._user = _unprivileged()
         self.directory = Path(tempfile.mkdtemp(prefix="rlagent-pg-"))
         self._numbers = itertools.count()
@@ -39,22 +41,37 @@ class PostgresServer:
             os.chown(self.directory, pwd.getpwnam(self._user).pw_uid, -1)
         self._data = self.directory / "data"
         self._process: subprocess.Popen[bytes] | None = None
-        initdb = [programs / "initdb", "-D", self._data, "-A", "trust", "-U", "postgres", "-N", "-E", "UTF8"]
+        initdb = [
+            programs / "initdb",
+            "-D",
+            self._data,
+            "-A",
+            "trust",
+            "-U",
+            "postgres",
+            "-N",
+            "-E",
+            "UTF8",
+            "--wal-segsize=1",
+        ]
         subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd=self.directory)
         # No TCP: the port only names the socket, so two servers never meet.
+        durable = "on" if fsync else "off"
         settings = {
             "listen_addresses": "", "unix_socket_directories": str(self.directory), "max_connections": "200",
-            "fsync": "on" if fsync else "off", "full_page_writes": "on" if fsync else "off", "shared_buffers": "16MB",
+            "shared_buffers": "16MB", "min_wal_size": "2MB", "max_wal_size": "64MB",
+            "fsync": durable, "full_page_writes": durable,
         }  # fmt: skip
         with (self._data / "postgresql.auto.conf").open("a") as file:
             file.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
 
     def start(self) -> None:
         """Start the process; returns when it takes connections."""
+        limit = "unlimited" if self._max_file_bytes is None else str(self._max_file_bytes // 1024)
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._programs / "postgres", "-D", self._data], user=self._user, cwd=self.directory,
-                stdout=log, stderr=log,
+                ["bash", "-c", 'ulimit -f "$0"; exec "$1" -D "$2"', limit, self._programs / "postgres", self._data],
+                user=self._user, cwd=self.directory, stdout=log, stderr=log,
             )  # fmt: skip
         end = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -78,6 +95,14 @@ class PostgresServer:
         with psycopg.connect(self.url()) as connection:
             connection.execute(psycopg.sql.SQL("CREATE SCHEMA {}").format(psycopg.sql.Identifier(name)))
         return self.url(name)
+
+    def execute(self, *statements: str) -> list[tuple[object, ...]]:
+        """Run statements as the owner of the server, each by itself; the rows of the last."""
+        with psycopg.connect(self.url(), autocommit=True, application_name="tests") as connection:
+            for statement in statements[:-1]:
+                connection.execute(statement.encode())
+            last = connection.execute(statements[-1].encode())
+            return last.fetchall() if last.description else []
 
     def kill(self) -> None:
         """kill -9 of the server and all its children at once: what a crash of the machine leaves, but for the disk's cache."""
@@ -111,7 +136,7 @@ def _unprivileged() -> str | None:
         return "nobody"
 
 
-def server_or_skip(*, fsync: bool = False) -> PostgresServer:
+def server_or_skip(*, fsync: bool = False, max_file_bytes: int | None = None) -> PostgresServer:
     """A server that runs. Without the programs the test is skipped, or fails where they are required."""
     programs = binaries()
     if programs is None:
@@ -119,6 +144,10 @@ def server_or_skip(*, fsync: bool = False) -> PostgresServer:
         if os.environ.get(REQUIRED):
             pytest.fail(f"{message} ({REQUIRED} is set)")
         pytest.skip(message)
-    server = PostgresServer(programs, fsync=fsync)
-    server.start()
+    server = PostgresServer(programs, fsync=fsync, max_file_bytes=max_file_bytes)
+    try:
+        server.start()
+    except BaseException:
+        server.stop()
+        raise
     return server

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psycopg
@@ -15,6 +16,8 @@ from stores import Place, make_call
 
 from rlagent.buffer import Buffer
 from rlagent.buffer.config import BufferConfig
+from rlagent.buffer.database import Transaction
+from rlagent.buffer.store import Store
 from rlagent.errors import ConflictError, MovedError, StoreError
 from rlagent.types import Session
 
@@ -219,3 +222,26 @@ async def test_of_two_replicas_that_took_a_session_over_only_the_last_extends_it
     assert await second.may_extend("s", epoch)
     assert not await first.may_extend("s", 0)
     assert [call.index for call in await first.calls("s")] == [0, 1]
+
+
+async def test_a_full_disk_fails_the_writes_and_not_the_server() -> None:
+    server = server_or_skip(max_file_bytes=4 << 20)  # a real EFBIG from the file system
+    store = await Store.open(Place(NOWHERE, server.new_schema()).database)
+
+    def put(number: int) -> Callable[[Transaction], int]:
+        text = random.Random(number).randbytes(250_000).hex()
+        return lambda tx: tx.run("INSERT INTO meta VALUES (?, ?)", f"big{number:03d}", text)
+
+    try:
+        results = [await asyncio.gather(store.write(put(number)), return_exceptions=True) for number in range(20)]
+        stored = [f"big{number:03d}" for number, (result,) in enumerate(results) if result == 1]
+        failed = [result for (result,) in results if result != 1]
+        assert stored
+        assert failed
+        assert all(isinstance(result, StoreError) for result in failed), failed
+        await store.write(lambda tx: tx.run("INSERT INTO meta VALUES ('small', 'x')"))
+        found = await store.read(lambda tx: [row[0] for row in tx.rows("SELECT name FROM meta ORDER BY name")])
+        assert found == [*stored, "schema", "small"]
+    finally:
+        await store.close()
+        server.stop()

@@ -92,9 +92,9 @@ def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch
         length += head["prompt_len"] + head["choices"][call.parent.choice]["length"]
     if length != call.prompt_len:
         raise StoreError(f"call {call.call_id}: prompt_len is {call.prompt_len}, its pieces add up to {length}")
-    if tx.row("SELECT 1 FROM calls WHERE call_id = ?", call.call_id) is not None:
+    insert = f"INSERT INTO calls ({CALL_COLUMNS}) VALUES ({marks(CALL_COLUMNS)}) ON CONFLICT (call_id) DO NOTHING"
+    if not tx.run(insert, *values):
         raise ConflictError(f"call {call.call_id} is recorded already")
-    tx.run(f"INSERT INTO calls ({CALL_COLUMNS}) VALUES ({marks(CALL_COLUMNS)})", *values)
 
 
 def mark(tx: Transaction, call_id: str, delivery: Delivery) -> None:

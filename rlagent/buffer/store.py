@@ -1,8 +1,9 @@
 """The one way to the data buffer's database: group commit on one connection, reads on others.
 
 One writer thread owns the writing connection. It drains its queue, runs every pending transaction inside one of the
-database (each in a savepoint, so that a refused one does not harm its neighbours), commits once, and only then
-resolves the callers: group commit without a timer. Reads go to other connections, on threads of their own.
+database (each in a savepoint, so that a refused one does not harm its neighbours; on a remote database only once one was
+refused), commits once, and only then resolves the callers: group commit without a timer. Reads go to other connections,
+on threads of their own.
 
 Invariant: a `write` that returned is durable; a `write` that raised left nothing, but for StoreUncertainError: the
 database went away during the commit. What was lost before the commit is run again, on a new connection, so a
@@ -40,6 +41,10 @@ class _Pending:
     future: Future[Any]
     result: object = None
     error: Exception | None = None
+
+
+class _Refused(Exception):
+    """One of the transactions of a commit failed by itself: they are run again so that it harms no other."""
 
 
 class Store:
@@ -136,16 +141,22 @@ class Store:
 
     def _commit(self, group: Sequence[_Pending]) -> None:
         """One commit of all, tried again while that can help and cannot do anything twice."""
-        for number in range(1, MAX_TRIES + 1):
+        step = self._hopeful_step if self.database.remote else self._step
+        tries = 0
+        while True:
+            tries += 1
             committing = False
             try:
                 writer = self._writer = self._writer or self.database.connect()
                 writer.begin_write(exclusive=any(pending.exclusive for pending in group))
                 for pending in group:
-                    self._step(writer, pending)
+                    step(writer, pending)
                 committing = True
                 writer.commit()
                 return
+            except _Refused:
+                step = self._step
+                self._undo(writer)
             except StoreError as error:  # cannot connect
                 _fail(group, error)
                 return
@@ -153,7 +164,7 @@ class Store:
                 again = writer.retryable(error) or (writer.lost and not committing)
                 failure = self._failure(error, uncertain=writer.lost and committing)
                 self._undo(writer)
-                if not again or number == MAX_TRIES:
+                if not again or tries >= MAX_TRIES:
                     _fail(group, failure)
                     return
 
@@ -174,6 +185,16 @@ class Store:
                 pending.error.__cause__ = error
             writer.execute("ROLLBACK TO one")
         writer.execute("RELEASE one")
+
+    def _hopeful_step(self, writer: Connection, pending: _Pending) -> None:
+        """One transaction without a savepoint, to save two trips to a server. Raises _Refused if it needs one."""
+        pending.error = None
+        try:
+            pending.result = pending.work(Transaction(writer))
+        except Exception as error:  # whatever it is: all are run again, each in its savepoint
+            if isinstance(error, self.database.error) and (not writer.in_transaction or writer.retryable(error)):
+                raise
+            raise _Refused from error
 
     def _failure(self, error: Exception, *, uncertain: bool) -> StoreError:
         kind = StoreUncertainError if uncertain else StoreError

@@ -1,4 +1,4 @@
-"""The command line: serve, train, engine, session, inspect, dump, export, version.
+"""The command line: serve, train, engine, session, doctor, inspect, dump, export, version.
 
 Heavy imports stand inside the commands, so that `--help` and `serve` start without torch.
 """
@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from rlagent.errors import ConfigError, LoadError, RlagentError, Terminated
 
@@ -168,6 +170,32 @@ def _replay(recorded: Path, overrides: dict[str, object], settings: list[str], *
         else f"the first {found.num_equal} steps are the recorded ones, bit for bit; step {found.num_equal + 1} differs"
     )  # fmt: skip
     print(f"replayed {found.num_steps} steps: {verdict}")
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="Directory with tokenizer and chat template.", metavar="DIR")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check that a model's chat template lets recorded tokens be reused turn after turn. Exit code 1 where it does not."""
+    from rlagent.doctor import examine, proven, to_json
+
+    findings = examine(model)
+    if as_json:
+        _print_json(to_json(model, findings))
+    else:
+        console, table = Console(), Table(box=None, pad_edge=False, title_justify="left")
+        colours = {"ok": "green", "note": "yellow", "fails": "bold red"}
+        for heading in ("", "check", "finding"):
+            table.add_column(heading)
+        for one in findings:
+            table.add_row(f"[{colours[one.verdict]}]{one.verdict}[/]", one.name, escape(one.detail))
+        console.print(table)
+        verdict = "is proven for" if proven(findings) else "does not hold for"
+        console.print(f"reuse of recorded tokens {verdict} {model}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if proven(findings) else 1)
 
 
 @app.command()

@@ -1,0 +1,109 @@
+"""`rlagent doctor`: verdicts on templates of several kinds, good and bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+from templates import GLM_TOKENS, GOLDEN, MODEL, tokenizer
+
+from rlagent.doctor import Finding, examine, proven
+from rlagent.errors import LoadError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def model_of(directory: Path, template: str, *, eos: str = "<|im_end|>", special: tuple[str, ...] = ()) -> Path:
+    """The demo's tokenizer with another template."""
+    directory.mkdir()
+    tokens = tokenizer(*special)
+    (directory / "tokenizer.json").write_text(tokens._backend.to_str())
+    (directory / "chat_template.jinja").write_text(template)
+    (directory / "tokenizer_config.json").write_bytes(orjson.dumps({"eos_token": eos}))
+    return directory
+
+
+def named(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_the_demos_template_is_proven_in_every_check() -> None:
+    findings = examine(MODEL)
+    assert proven(findings)
+    assert {finding.verdict for finding in findings} == {"ok"}
+    assert len(findings) == 11
+
+
+def test_a_template_that_drops_reasoning_is_proven_and_says_so(tmp_path: Path) -> None:
+    findings = examine(model_of(tmp_path / "m", (GOLDEN / "qwen3_like.jinja").read_text()))
+    assert proven(findings)
+    assert "dropped by the template" in named(findings)["reasoning of earlier questions"].detail
+    assert "kept" in named(findings)["reasoning kept (router.reasoning = all)"].detail
+
+
+def test_a_template_without_tools_is_proven_for_chats(tmp_path: Path) -> None:
+    findings = named(examine(model_of(tmp_path / "m", CHATML)))
+    assert findings["a chat of three turns"].verdict == "ok"
+    assert findings["tools"].verdict == "note"
+
+
+def test_a_stop_token_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+    findings = examine(model_of(tmp_path / "m", CHATML, eos="<|endoftext|>"))
+    assert not proven(findings)
+    assert "'<|im_end|>" in named(findings)["the stop token"].detail
+    assert named(findings)["a chat of three turns"].verdict == "fails"
+    assert "foreign_stop" in named(findings)["a chat of three turns"].detail
+
+
+def test_a_template_that_treats_turns_by_their_place_is_refused(tmp_path: Path) -> None:
+    numbered = CHATML.replace("{{ m.role }}", "{{ m.role }} of {{ messages | length }}")
+    findings = named(examine(model_of(tmp_path / "m", numbered)))
+    assert findings["a chat of three turns"].verdict == "fails"
+    assert "render_differs" in findings["a chat of three turns"].detail
+
+
+def test_a_template_that_refuses_system_prompts_is_noted(tmp_path: Path) -> None:
+    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+    findings = examine(model_of(tmp_path / "m", strict + CHATML))
+    assert proven(findings)
+    assert "no system role" in named(findings)["a system prompt"].detail
+
+
+def test_a_stop_token_that_opens_the_next_turn_is_understood(tmp_path: Path) -> None:
+    directory = model_of(tmp_path / "m", (GOLDEN / "glm_like.jinja").read_text(), special=GLM_TOKENS)
+    (directory / "generation_config.json").write_bytes(
+        orjson.dumps({"eos_token_id": [tokenizer(*GLM_TOKENS).encode(t)[0] for t in ("<|user|>", "<|observation|>")]})
+    )
+    findings = named(examine(directory))
+    assert findings["the stop token"].verdict == "ok"
+    assert findings["a chat of three turns"].verdict == "ok"
+
+
+def test_the_command_prints_and_exits_by_its_verdict(tmp_path: Path) -> None:
+    bad = model_of(tmp_path / "m", CHATML, eos="<|endoftext|>")
+    for directory, code in ((MODEL, 0), (bad, 1)):
+        command = [sys.executable, "-m", "rlagent.cli", "doctor", "--model", str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "proven for" in done.stdout or "does not hold" in done.stdout
+        found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=False).stdout)
+        assert found["proven"] is (code == 0)
+    code = "import sys; import rlagent.doctor; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_what_is_no_model_directory_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"chat.template"):
+        examine(tmp_path)
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(LoadError, match="eos token"):
+        examine(tmp_path)

@@ -23,7 +23,7 @@ from rlagent.router.balance import Pool
 from rlagent.router.chat_template import TemplateError
 from rlagent.router.completions_api import DIALECT_KEY, SESSION_HEADER, CompletionsApi
 from rlagent.router.config import RouterConfig
-from rlagent.router.dialects import DIALECTS
+from rlagent.router.dialects import DIALECTS, MESSAGES
 from rlagent.router.errors import ApiError, to_api_error
 from rlagent.router.live import LiveSessions
 from rlagent.router.policy import Policies
@@ -129,6 +129,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def _refusal(request: web.Request, failure: ApiError) -> web.Response:
     """The error in the shape of the dialect that was spoken, with an id that a user can quote."""
     dialect = request.get(DIALECT_KEY)
+    if dialect is None and f"/v1/{MESSAGES.path}" in request.path:  # a path below it that nobody serves
+        dialect = MESSAGES
     if dialect is None:
         return failure.response()
     response = failure.response(dialect.error(failure))

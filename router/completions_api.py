@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 import orjson
@@ -93,7 +94,9 @@ class CompletionsApi:
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
         await self._reader(request)
-        return _json({"object": "list", "data": [self._model(self._model_name)]})
+        name = self._model_name
+        page = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's
+        return _json({"object": "list", "data": [self._model(name)], **page})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{model}: any name is served by the policy."""
@@ -101,7 +104,10 @@ class CompletionsApi:
         return _json(self._model(request.match_info["model"]))
 
     def _model(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "rlagent"}
+        """OpenAI's model and Anthropic's in one."""
+        created_at = datetime.fromtimestamp(self._started_at, UTC).isoformat()
+        openai = {"object": "model", "created": self._started_at, "owned_by": "rlagent"}
+        return {"id": name, **openai, "type": "model", "display_name": name, "created_at": created_at}
 
     async def _session(self, request: web.Request) -> LiveSession:
         session_id = request.match_info.get("session_id")

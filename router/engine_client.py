@@ -47,6 +47,10 @@ class StalePrefix(EngineError):
     """The answer was sampled behind a cached prefix of older weights: ask again."""
 
 
+class EngineSchema(EngineError):
+    """The engine cannot make a grammar of the JSON schema that a client gave."""
+
+
 class EngineOverflow(EngineError):
     """The engine says that prompt and completion do not fit its context."""
 
@@ -256,6 +260,8 @@ class Engine:
         words = _words(_object(content), content)
         if status >= 500:
             raise EngineDown(f"{self.url}/generate: {status} {words}")
+        if "grammar" in words:
+            raise EngineSchema(words)
         if "context" in words or "longer than" in words:
             raise EngineOverflow(words)
         raise EngineError(f"{self.url}/generate refused the request: {status} {words}")

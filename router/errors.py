@@ -21,7 +21,7 @@ from rlagent.errors import (
 )
 from rlagent.router.balance import NoEngine
 from rlagent.router.chat_template import TemplateError
-from rlagent.router.engine_client import EngineOverflow
+from rlagent.router.engine_client import EngineOverflow, EngineSchema
 
 _INVALID = "invalid_request_error"
 
@@ -86,6 +86,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), kind="server_error", code="store_failed", retry=True)
         case EngineOverflow():
             return overflow(str(error))
+        case EngineSchema():
+            return invalid(f"the engine refuses the JSON schema: {error}", "response_format", "invalid_schema")
         case NoEngine():
             return ApiError(503, str(error), kind="server_error", code="no_engine", retry=True)
         case RecordingError():

@@ -127,9 +127,11 @@ class Generator:
         raise EngineError(f"the engines aborted a call {MAX_RESUMES} times; see their logs")
 
     async def has_grammar(self) -> bool:
-        """Whether every engine that may get a call takes a grammar."""
-        found = await asyncio.gather(*(engine.has_grammar() for engine in self._pool.engines if engine.state != "down"))
-        return all(found)
+        """Whether every engine that takes requests takes a grammar. NoEngine where one does not answer."""
+        try:
+            return all(await asyncio.gather(*(engine.has_grammar() for engine in self._pool.ready)))
+        except EngineDown as error:
+            raise NoEngine(f"{error}; try again in a few seconds") from error
 
     async def _pick(self, session_id: str, group_id: str | None, avoid: set[Engine]) -> Engine:
         try:

@@ -56,6 +56,14 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         )
 
 
+def test_a_database_that_is_not_there() -> None:
+    for url, words in (
+        ("postgresql://nobody:secret@127.0.0.1:1/db", ("127.0.0.1:1", "start the server")),
+        ("sqlite:///b.db", ("buffer.url",)),
+    ):
+        refused("serve", "--model", str(MODEL), "--buffer-url", url, words=words)
+
+
 def test_a_public_address_without_an_admin_key(tmp_path: Path) -> None:
     refused(
         "serve", "--model", str(MODEL), "--host", "0.0.0.0", "--buffer", str(tmp_path / "b.db"), words=("admin_key",)

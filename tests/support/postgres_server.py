@@ -59,7 +59,7 @@ class PostgresServer:
         durable = "on" if fsync else "off"
         settings = {
             "listen_addresses": "", "unix_socket_directories": str(self.directory), "max_connections": "200",
-            "shared_buffers": "16MB", "min_wal_size": "2MB", "max_wal_size": "64MB",
+            "shared_buffers": "16MB", "min_wal_size": "2MB", "max_wal_size": "64MB", "deadlock_timeout": "50ms",
             "fsync": durable, "full_page_writes": durable,
         }  # fmt: skip
         with (self._data / "postgresql.auto.conf").open("a") as file:

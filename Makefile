@@ -1,4 +1,4 @@
-# Four commands run everything: make demo, make test, make check, make bench.
+# Four commands run everything: make demo, make test, make check, make bench; two of them on real SGLang: make demo-sglang, make test-sglang.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,6 +10,10 @@ SEED ?= 0
 
 demo: $(STAMP)  ## train the demo's tool-using agent; takes a few minutes on two cores
 	$(BIN)/rlagent train --config examples/parcels/run.toml --run-dir $(RUN_DIR) --set run.seed=$(SEED)
+
+demo-sglang: $(STAMP)  ## the demo on a real SGLang server, on the CPU: slower, and shorter
+	python=$$(tests/sglang/make_venv.sh 0.5.21) && $(BIN)/rlagent train --config examples/parcels/sglang.toml --run-dir $(RUN_DIR)-sglang \
+		--set run.seed=$(SEED) --set engine.sglang.python=$$python
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not sglang"

@@ -1,16 +1,18 @@
 """HTTP to an engine's control surface (SGLang's, or the embedded engine's). Every failure is a WeightSyncError that names the engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import httpx
+import orjson
 
 from rlagent.errors import WeightSyncError
 
 T = TypeVar("T")
+_PIECE_BYTES: Final = 1 << 20
 TIMEOUT_S: Final = 600.0  # a large bucket is loaded before it is answered
 
 
@@ -48,7 +50,9 @@ class EngineApi:
 
     def _request(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
         try:
-            response = self._http.request(method, path, json=body, timeout=timeout_s)
+            content = b"" if body is None else orjson.dumps(body)  # a bucket is one string of tens of megabytes
+            headers = {"content-type": "application/json", "content-length": str(len(content))}
+            response = self._http.request(method, path, content=_pieces(content), headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:
@@ -64,6 +68,13 @@ class EngineApi:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    """httpx copies what is left of a body after every write to the socket: of a bucket, more than the bucket many times over."""
+    view = memoryview(content)
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield bytes(view[start : start + _PIECE_BYTES])
 
 
 class EngineSet:

@@ -1,0 +1,48 @@
+"""What SGLang's checker should answer: fused tensors, cut for tensor parallelism, the vocabulary padded."""
+
+import hashlib
+
+import torch
+
+from rlagent.trainer.weight_sync.checksums import FusedChecksums
+
+
+def short(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def test_the_parts_of_two_ranks() -> None:
+    q, k, v = (torch.randn(rows, 6) for rows in (8, 4, 4))
+    gate, up, down, o = torch.randn(10, 6), torch.randn(10, 6), torch.randn(6, 10), torch.randn(6, 8)
+    embed, norm = torch.randn(70, 6), torch.randn(6)
+    fused = FusedChecksums(2)
+    layer = "model.layers.0."
+    for name, tensor in (
+        ("self_attn.k_proj.weight", k), ("mlp.up_proj.weight", up), ("self_attn.q_proj.weight", q), ("mlp.down_proj.weight", down),
+        ("self_attn.o_proj.weight", o), ("mlp.gate_proj.weight", gate), ("self_attn.v_proj.weight", v), ("input_layernorm.weight", norm),
+    ):  # fmt: skip
+        fused.add(layer + name, tensor)
+    fused.add("model.embed_tokens.weight", embed)
+    padded = torch.zeros(128, 6)
+    padded[:70] = embed
+    for rank, found in enumerate(fused.found):
+        assert found == {
+            f"{layer}self_attn.qkv_proj.weight": short(
+                torch.cat((q[4 * rank :][:4], k[2 * rank :][:2], v[2 * rank :][:2]))
+            ),
+            f"{layer}mlp.gate_up_proj.weight": short(torch.cat((gate[5 * rank :][:5], up[5 * rank :][:5]))),
+            f"{layer}mlp.down_proj.weight": short(down[:, 5 * rank :][:, :5]),
+            f"{layer}self_attn.o_proj.weight": short(o[:, 4 * rank :][:, :4]),
+            f"{layer}input_layernorm.weight": short(norm),
+            "model.embed_tokens.weight": short(padded[64 * rank :][:64]),
+        }
+
+
+def test_a_fused_tensor_waits_for_all_its_parts() -> None:
+    fused = FusedChecksums(1)
+    fused.add("model.layers.3.self_attn.q_proj.bias", torch.ones(4))
+    fused.add("model.layers.3.self_attn.k_proj.bias", torch.ones(2))
+    assert fused.found == [{}]
+    fused.add("model.layers.3.self_attn.v_proj.bias", torch.zeros(2))
+    expected = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 0])
+    assert fused.found == [{"model.layers.3.self_attn.qkv_proj.bias": short(expected)}]

@@ -92,7 +92,7 @@ async def serving(
         )
     model_dir = _absolute(model_dir)
     model = _read_model(model_dir)
-    renderer = Renderer.load(model_dir)
+    renderer = Renderer.load(model_dir, router.family)
     vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
     context = int(model["max_position_embeddings"])
     if engine.kind == "sglang" and router.pause_mode == "in_place":

@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlagent.router.families import FamilyName
+
 
 class SamplingConfig(BaseModel):
     """Sampling of trained sessions. The client's own wishes are recorded, and overridden or refused."""
@@ -36,6 +38,11 @@ class RouterConfig(BaseModel):
     model_name: str = Field("policy", description="the name under which /v1/models lists the policy")
     untrained_models: tuple[str, ...] = Field(
         (), description="model names whose calls are recorded but never trained on"
+    )
+    family: FamilyName | None = Field(
+        None,
+        description="how the model writes reasoning and tool calls; default: as the marks in its chat template tell. "
+        "text: no tool calls are read",
     )
     reasoning: Literal["all", "template"] = Field(
         "all",

@@ -1,26 +1,21 @@
-"""What a model wrote, read as reasoning, text and tool calls (the form of Hermes and Qwen), while it arrives.
+"""What a model wrote, read as reasoning, text and tool calls in the form of its family, while it arrives.
 
-In the flow: after generation, before the answer. One parser serves streamed and whole answers, so that both say the
-same. Whitespace beside a well-formed tool call is dropped; a malformed one is served as the text it is, and flagged.
-Invariant: parsing never touches the recorded ids.
+In the flow: after generation, before the answer; families.py says by which markers, tool_calls.py reads between them. One
+parser serves streamed and whole answers, so that both say the same. Whitespace beside a well-formed tool call is dropped;
+a malformed one is served as the text it is, and flagged. Invariant: parsing never touches the recorded ids.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from rlagent.router.conversation import Message, ToolCall
+from rlagent.router.families import HERMES, OutputForm
+from rlagent.router.tool_calls import Tools
 from rlagent.types import ParseStatus
-
-_THINK: Final = "<think>"
-_END_THINK: Final = "</think>"
-_CALL: Final = "<tool_call>"
-_END_CALL: Final = "</tool_call>"
-_decoder: Final = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +42,21 @@ def mint_call_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class OutputParser:
-    """Feed it text, then `finish`. `tools`: whether tool calls are read; `thinking`: the prompt opened a think block."""
+    """Feed it text, then `finish`. `tools`: whether tool calls are read; `thinking`: the prompt opened a think block.
+
+    `schemas` are the tools' JSON: some families write arguments whose types only the schema tells.
+    """
 
     tools: bool
     thinking: bool = False
+    form: OutputForm = HERMES
+    schemas: Tools = ()
     mint: Callable[[], str] = mint_call_id
     status: ParseStatus = "text"
-    _state: Literal["start", "reasoning", "content", "call"] = "start"
+    _state: Literal["start", "reasoning", "lead", "content", "call"] = "start"
     _buffer: str = ""
     _skip: str = ""  # characters to drop before the next text
-    _held: str = ""  # whitespace before an open tool call
+    _held: str = ""  # whitespace and marker before an open tool call
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[ToolCall] = field(default_factory=list)
@@ -93,67 +93,87 @@ class OutputParser:
     def _step(self, events: list[Event], *, last: bool) -> bool:
         """Read as far as one state goes; whether there is more to do."""
         step = {
-            "start": self._start, "reasoning": self._reason, "content": self._read, "call": self._call
+            "start": self._start, "reasoning": self._reason, "lead": self._lead, "content": self._read,
+            "call": self._call,
         }[self._state]  # fmt: skip
         return step(events, last)
 
     def _start(self, _events: list[Event], last: bool) -> bool:
         seen = self._buffer.lstrip()
-        if seen.startswith(_THINK):
-            self._buffer = seen.removeprefix(_THINK)
+        think = self.form.think[0]
+        if seen.startswith(think):
+            self._buffer = seen.removeprefix(think)
             self._enter_reasoning()
             return True
-        if _THINK.startswith(seen) and not last:
+        if think.startswith(seen) and not last:
             return False
-        self._state = "content"
+        self._state = "lead"
         return True
 
     def _enter_reasoning(self) -> None:
         self._state, self._skip = "reasoning", "\n"
 
     def _reason(self, events: list[Event], last: bool) -> bool:
-        text, end, rest = self._buffer.partition(_END_THINK)
+        end_think = self.form.think[1]
+        text, end, rest = self._buffer.partition(end_think)
         if end:
             self._think(text.rstrip("\n"), events)
-            self._buffer, self._state, self._skip = rest, "content", "\n"
+            self._buffer, self._state, self._skip = rest, "lead", "\n"
             return True
-        ready = len(text) if last else _safe(text, _END_THINK)
+        ready = len(text) if last else safe_length(text, end_think)
         self._think(text[:ready], events)
         self._buffer = text[ready:]
         return False
 
+    def _lead(self, _events: list[Event], last: bool) -> bool:
+        """The answer's first characters: is it a call without a marker?"""
+        seen = "".join(self._buffer.split())
+        for bare in self.form.bare if self.tools else ():
+            if seen.startswith(bare):
+                self._state, self._held = "call", ""
+                return True
+            if bare.startswith(seen) and not last:
+                return False
+        self._state = "content"
+        return True
+
     def _read(self, events: list[Event], last: bool) -> bool:
-        if not self.tools:
+        opens = self.form.opens
+        if not self.tools or not opens:
             self._say(self._buffer, events)
             self._buffer = ""
             return False
-        text, tag, rest = self._buffer.partition(_CALL)
+        text, tag, rest = self._buffer.partition(opens)
         if tag:
             spoken = text.rstrip()
             self._say(spoken, events)
-            self._held = text[len(spoken) :]
+            self._held = text[len(spoken) :] + tag
             self._buffer, self._state = rest, "call"
             return True
-        ready = len(text) if last else _safe(text, _CALL)
+        ready = len(text) if last else safe_length(text, opens)
         self._say(text[:ready], events)
         self._buffer = text[ready:]
         return False
 
     def _call(self, events: list[Event], last: bool) -> bool:
-        text, end, rest = self._buffer.partition(_END_CALL)
+        closes = self.form.closes
+        text, end, rest = self._buffer.partition(closes) if closes else (self._buffer, "", "")
         if not end and not last:
             return False
-        found = parse_tool_call(text) if end else None
+        is_call = bool(self._held) or '"parameters"' in text or '"arguments"' in text  # else: an answer that is JSON
+        found = self.form.read(text, self.schemas) if self.form.read and is_call and (end or not closes) else None
         if found is not None:
-            call = ToolCall(call_id=self.mint(), name=found[0], arguments=found[1])
-            self._calls.append(call)
-            events.append(call)
+            for name, arguments in found:
+                call = ToolCall(call_id=self.mint(), name=name, arguments=arguments)
+                self._calls.append(call)
+                events.append(call)
             self._skip = " \t\r\n"
             if self.status == "text":
                 self.status = "tool_calls"
         else:
-            self.status = "malformed"
-            self._say(f"{self._held}{_CALL}{text}{end}", events)
+            if is_call:
+                self.status = "malformed"
+            self._say(f"{self._held}{text}{end}", events)
         self._buffer, self._state = rest, "content"
         return True
 
@@ -171,7 +191,7 @@ class OutputParser:
             events.append(kind(text))
 
 
-def _safe(text: str, tag: str) -> int:
+def safe_length(text: str, tag: str) -> int:
     """How much of the text can be told now: not the start of a tag, nor whitespace that a tag may follow."""
     end = len(text)
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
@@ -179,49 +199,6 @@ def _safe(text: str, tag: str) -> int:
             end -= length
             break
     return len(text[:end].rstrip())
-
-
-def parse_tool_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (their text as it was written) of {"name": ..., "arguments": {...}}; None if it is not that."""
-    members = _members(text.strip())
-    if members is None or "name" not in members:
-        return None
-    name = json.loads(members["name"])
-    arguments = members.get("arguments", members.get("parameters", "{}"))
-    if not isinstance(name, str) or not name or not arguments.startswith("{"):
-        return None
-    return name, arguments
-
-
-def _members(text: str) -> dict[str, str] | None:
-    """The members of a JSON object, each value's text as it stands; None for anything else, or a name given twice."""
-    found: dict[str, str] = {}
-    if not text.startswith("{"):
-        return None
-    at = _skip_space(text, 1)
-    try:
-        while True:
-            name, at = _decoder.raw_decode(text, at)
-            at = _skip_space(text, at)
-            if not isinstance(name, str) or name in found or text[at] != ":":
-                return None
-            start = _skip_space(text, at + 1)
-            _, end = _decoder.raw_decode(text, start)
-            found[name] = text[start:end]
-            at = _skip_space(text, end)
-            if text[at] == "}":
-                return found if at + 1 == len(text) else None
-            if text[at] != ",":
-                return None
-            at = _skip_space(text, at + 1)
-    except (ValueError, IndexError, RecursionError):
-        return None
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def trim_stop(text: str, stops: Sequence[str]) -> str:

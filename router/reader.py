@@ -9,23 +9,44 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlagent.router.conversation import Message
+from rlagent.router.families import HARMONY, HERMES, OutputForm
+from rlagent.router.harmony import HarmonyParser
 from rlagent.router.parse import Event, OutputParser, trim_stop
 from rlagent.router.tokenizer import Detokenizer, Tokenizer
+from rlagent.router.tool_calls import Tools
 from rlagent.router.untagged import ForcedCallParser, TextParser
 from rlagent.types import Choice, ParseStatus
 
 # What an output is read as: a model's own form of reasoning and calls, one forced call, or text.
 Form = Literal["tagged", "call", "text"]
+_Parser = ForcedCallParser | HarmonyParser | OutputParser | TextParser
 
 
 class ChoiceReader:
     """Reads one choice. `feed` new ids without the stop token, then `finish`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, tools: bool, thinking: bool, stops: Sequence[str], form: Form = "tagged"
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tools: bool,
+        thinking: bool,
+        stops: Sequence[str],
+        form: Form = "tagged",
+        family: OutputForm = HERMES,
+        schemas: Tools = (),
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._parser = _parser(form, tools=tools, thinking=thinking)
+        self._parser: _Parser
+        match form:
+            case "call":
+                self._parser = ForcedCallParser()
+            case "text":
+                self._parser = TextParser()
+            case "tagged" if family is HARMONY:
+                self._parser = HarmonyParser(tools=tools)
+            case "tagged":
+                self._parser = OutputParser(tools=tools, thinking=thinking, form=family, schemas=schemas)
         self._stops = tuple(stops)
         self._held = ""  # what may be the start of a stop string
         self._stopped = False
@@ -65,16 +86,6 @@ class ChoiceReader:
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return self._parser.feed(text[: len(text) - keep])
-
-
-def _parser(form: Form, *, tools: bool, thinking: bool) -> OutputParser | ForcedCallParser | TextParser:
-    match form:
-        case "tagged":
-            return OutputParser(tools=tools, thinking=thinking)
-        case "call":
-            return ForcedCallParser()
-        case "text":
-            return TextParser()
 
 
 def visible_ids(choice: Choice) -> list[int]:

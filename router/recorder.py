@@ -8,6 +8,7 @@ engine's slot and leaves an orphan at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import Counter
@@ -35,7 +36,16 @@ from rlagent.router.render import Renderer
 from rlagent.router.sampling import Decision, decide
 from rlagent.types import Call, Choice, ParentRef
 
+_log: Final = logging.getLogger(__name__)
 OnEvents = Callable[[int, Sequence[Event]], None]
+
+# Why a recorded turn could not be extended though the history is its own: the template's doing. Said once each.
+_FULL_RENDER: Final = {
+    "template_refused": "the chat template refuses a history around a recorded turn",
+    "render_differs": "the chat template writes a recorded turn's surroundings differently once more messages follow",
+    "foreign_stop": "the chat template does not close a turn with the stop token that the model sampled",
+    "reasoning_dropped": "the chat template leaves out earlier reasoning, and router.reasoning is 'template'",
+}
 
 # Enough ids to hold an opened think block and the whitespace behind it.
 _TAIL_IDS: Final = 8
@@ -73,6 +83,12 @@ class Recorder:
         self._sampling = sampling
         self._context = context
         self.counts: Counter[tuple[str, str]] = Counter()  # (what, which) -> how often; for /metrics
+        self._said: set[str] = set()  # what the log was told once
+        if not renderer.family_known:
+            self._say_once(
+                "the chat template has no marks of a known model family: answers are served as text, tool calls are not "
+                "read; set router.family to one of hermes, llama3, deepseek, glm, mistral, harmony if it writes like it"
+            )
 
     def decide(self, live: LiveSession, ask: Ask) -> Decision:
         """The sampling in effect for a request."""
@@ -166,8 +182,21 @@ class Recorder:
             root=root,
         )
 
+    def _say_once(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning(what)
+
     def _count(self, ask: Ask, decision: Decision, found: Plan) -> None:
         self.counts["calls", found.origin if found.origin == "extended" else f"fresh:{found.reason}"] += 1
+        if not self._renderer.family_known:
+            self.counts["unknown_family", "calls"] += 1
+        if found.reason in _FULL_RENDER:
+            self.counts["full_renders", found.reason] += 1
+            self._say_once(
+                f"{_FULL_RENDER[found.reason]}: such turns are rendered in full and start a new row; `rlagent doctor` "
+                "shows where"
+            )
         for name in decision.overridden:
             self.counts["overridden", name] += 1
         for name in ask.ignored:
@@ -177,13 +206,16 @@ class Recorder:
         """Generate, read and commit."""
         ask, found = prepared.ask, prepared.plan
         tail = self._renderer.tokenizer.decode(found.ids[-_TAIL_IDS:].tolist())
+        think = self._renderer.output_form.think[0]
         readers = [
             ChoiceReader(
                 self._renderer.tokenizer,
                 tools=ask.tools,
                 form=ask.form,
-                thinking=tail.rstrip().endswith("<think>"),
+                thinking=bool(think) and tail.rstrip().endswith(think),
                 stops=prepared.decision.sampling.stop,
+                family=self._renderer.output_form,
+                schemas=ask.conversation.tools,
             )
             for _ in range(ask.n)
         ]

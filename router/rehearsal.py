@@ -60,9 +60,15 @@ class Rehearsal:
             finish_reason="stop" if stop_id is not None or stop else "length",
             matched_stop=stop or stop_id,
         )
-        opened = tokenizer.decode(found.ids[-8:].tolist()).rstrip().endswith("<think>")
+        family = self.renderer.output_form
+        tail = tokenizer.decode(found.ids[-8:].tolist()).rstrip()
         reader = ChoiceReader(
-            tokenizer, tools=bool(asked.tools), thinking=opened, stops=() if stop is None else (stop,)
+            tokenizer,
+            tools=bool(asked.tools),
+            thinking=bool(family.think[0]) and tail.endswith(family.think[0]),
+            stops=() if stop is None else (stop,),
+            family=family,
+            schemas=asked.tools,
         )
         reader.finish(choice)
         self._record(asked, found, choice, reader.message)

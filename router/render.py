@@ -8,21 +8,22 @@ Invariant: what was sampled is never rendered into ids again; only segments betw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
 from rlagent.router.chat_template import ChatTemplate, TemplateError
 from rlagent.router.conversation import Conversation, Message, digest
+from rlagent.router.families import FORMS, TEXT, FamilyName, detect
+from rlagent.router.message_form import Plain, learn
 from rlagent.router.tokenizer import MARK_END, MARK_START, Tokenizer
 
 # Stands for the sampled turn number i. No agent's text can hold it: guarded text has "0" or "s..." after the start.
 _TURN: Final = f"{MARK_START}t{{}}{MARK_END}"
-_Plain = dict[str, Any]
-_PROBE: Final[_Plain] = {"role": "user", "content": "a"}
+_PROBE: Final[Plain] = {"role": "user", "content": "a"}
 # A client chooses the template's arguments: beyond so many kinds the oldest is learned again.
 _MAX_FAMILIES: Final = 64
 
@@ -54,16 +55,20 @@ class Segments:
 class Renderer:
     """One model's chat template with its tokenizer."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, family: FamilyName | None = None) -> None:
         self._template = template
         self.tokenizer = tokenizer
+        detected = detect(template.source)
+        self.family_known = detected is not None or family is not None
+        self.output_form = FORMS[family] if family is not None else detected or TEXT
+        self.message_form = learn(self._probe)
         self.digest = digest(template.source.encode(), tokenizer.digest.encode())
         self._families: dict[bytes, Family] = {}
 
     @classmethod
-    def load(cls, model_dir: Path) -> Renderer:
-        """From a Hugging Face model directory. LoadError says what is missing."""
-        return cls(ChatTemplate.load(model_dir), Tokenizer.load(model_dir))
+    def load(cls, model_dir: Path, family: FamilyName | None = None) -> Renderer:
+        """From a Hugging Face model directory. `family` overrides what is detected. LoadError says what is missing."""
+        return cls(ChatTemplate.load(model_dir), Tokenizer.load(model_dir), family)
 
     def fresh(self, conversation: Conversation) -> tuple[str, str]:
         """The whole prompt's text, and the digest of its body. TemplateError when the template refuses it."""
@@ -94,10 +99,13 @@ class Renderer:
         digests = tuple(digest(body(text).encode()) for text in texts)
         return Segments(texts=tuple(texts), turns=turns, digests=digests)
 
-    def _plain(self, messages: Sequence[Message]) -> list[_Plain]:
-        return [_plain(message, self.tokenizer.guard) for message in messages]
+    def _plain(self, messages: Sequence[Message]) -> list[Plain]:
+        return [self.message_form.plain(message, self.tokenizer.guard) for message in messages]
 
-    def _text(self, messages: Sequence[_Plain], conversation: Conversation, *, prompt: bool = True) -> str:
+    def _probe(self, messages: Sequence[Plain]) -> str:
+        return self._template.render(messages, tools=[], args={}, add_generation_prompt=False)
+
+    def _text(self, messages: Sequence[Plain], conversation: Conversation, *, prompt: bool = True) -> str:
         return self._template.render(
             messages,
             tools=[self.tokenizer.guard(dict(tool)) for tool in conversation.tools],
@@ -147,35 +155,5 @@ def _between(text: str, segments: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _turn(number: int) -> _Plain:
+def _turn(number: int) -> Plain:
     return {"role": "assistant", "content": _TURN.format(number)}
-
-
-def _plain(message: Message, guard: Any) -> _Plain:
-    """A message as templates expect it: text content, tool arguments as objects."""
-    body: _Plain = {"role": message.role, "content": guard(message.content)}
-    if message.reasoning:
-        body["reasoning_content"] = guard(message.reasoning)
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": guard(call.name), "arguments": guard(_arguments(call.arguments))},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        body["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        body["name"] = guard(message.name)
-    return body
-
-
-def _arguments(text: str) -> Mapping[str, Any] | str:
-    """Objects, as transformers asks for; what is no object stays the text that the model wrote."""
-    try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-    return found if isinstance(found, dict) else text

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlagent.router.conversation import Message, ToolCall
-from rlagent.router.parse import Event, Text, mint_call_id, parse_tool_call
+from rlagent.router.parse import Event, Text, mint_call_id
+from rlagent.router.tool_calls import parse_tool_call
 from rlagent.types import ParseStatus
 
 

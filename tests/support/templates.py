@@ -24,6 +24,27 @@ MODEL = ROOT / "examples" / "parcels" / "model"
 GOLDEN = ROOT / "tests" / "golden"
 GLM_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
+# The tokens that a family's template is written with, and the eos among them.
+FAMILY_TOKENS = {
+    "glm_like": GLM_TOKENS,
+    "llama3_like": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+    "mistral_like": (
+        "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
+    "deepseek_like": (
+        "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>",
+        "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    ),
+    "harmony_like": ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
+}  # fmt: skip
+
+
+def eos_of(family: str) -> str:
+    """The token that ends a turn."""
+    return FAMILY_TOKENS[family][0] if family in FAMILY_TOKENS and family != "glm_like" else "<|im_end|>"
+
 
 def tokenizer(*more: str) -> Tokenizer:
     """The demo's tokenizer, with more special tokens."""
@@ -33,13 +54,13 @@ def tokenizer(*more: str) -> Tokenizer:
 
 
 def renderer(family: str) -> Renderer:
-    """The renderer of "parcels", "qwen3_like" or "glm_like"."""
+    """The renderer of "parcels", or of a template in tests/golden."""
     if family == "parcels":
         return Renderer.load(MODEL)
     source = (GOLDEN / f"{family}.jinja").read_text()
     return Renderer(
-        ChatTemplate({"default": source}, {"eos_token": "<|im_end|>"}, family),
-        tokenizer(*GLM_TOKENS) if family == "glm_like" else tokenizer(),
+        ChatTemplate({"default": source}, {"eos_token": eos_of(family)}, family),
+        tokenizer(*FAMILY_TOKENS.get(family, ())),
     )
 
 

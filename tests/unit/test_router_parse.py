@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from rlagent.router.conversation import Message
-from rlagent.router.parse import OutputParser, parse_tool_call, trim_stop
+from rlagent.router.parse import OutputParser, trim_stop
+from rlagent.router.tool_calls import parse_tool_call
 
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 

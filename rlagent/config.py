@@ -170,6 +170,25 @@ def _names_a_file(spec: str) -> bool:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    """A file's tree; `extends = "base.toml"` at its top puts it over that of another file."""
+    tree = _read_file(path)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{str(path)!r}: extends = {base!r} is not a path; name one TOML file")
+    return _over(_read_toml(path.parent / base), tree)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _over(merged[key], value) if both else value
+    return merged
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -162,7 +162,8 @@ class Loop:
             return
         await self._finish_save(wait=False)
         packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
-                      max_row_tokens=self._config.learner.batch.max_row_tokens or self._context())  # fmt: skip
+                      max_row_tokens=self._config.learner.batch.max_row_tokens or self._context(),
+                      version=self._position.version)  # fmt: skip
         metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch, version=self._position.version)
         self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
         if packed.batch.num_sampled and self._ranks is not None:

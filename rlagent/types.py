@@ -233,6 +233,14 @@ class Batch:
     versions: Int32Array  # [N]
     rollout_index: Int32Array  # [B]
     num_sampled: int  # global count of masked-in tokens
+    group_index: Int32Array | None = None  # [B]; of learner.loss.name = "dpo"
+    rewards: Float32Array | None = (
+        None  # [N], each at the sampled token that earned it; of learner.advantage.name = "gae"
+    )
+    values: Float32Array | None = None  # [N], the critic's before the step; with returns made by the learner
+    returns: Float32Array | None = None  # [N], what the critic is to learn
+    teacher_logprobs: Float32Array | None = None  # [N]; of learner.loss.name = "opd"
+    version: int | None = None  # the policy version that the learner holds, where it is known
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,11 @@
-"""Advantage estimators: a group's rewards in, one number a rollout out (every sampled token of the rollout gets it).
+"""Advantage estimators that give a rollout one number (every sampled token gets it); those by token are in `credit_rows`.
 
 In the flow: leased groups -> advantages -> batch. Baselines count each rollout once, however many rows it has: fan-out into sub-agents
 never moves a baseline. Pure numpy. Add one by `advantage.name = "file.py:function"` with the signature of `Estimator`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy.typing as npt
 
 from rlagent.errors import LearnerError
 from rlagent.loading import load_function
-from rlagent.trainer.config import AdvantageConfig
-from rlagent.types import Group
+from rlagent.trainer.config import AdvantageConfig, OverlongConfig
+from rlagent.types import Group, Rollout
 
 FloatArray = npt.NDArray[np.float64]
 # (rewards [n], lengths [n]: sampled tokens of each rollout, epsilon) -> advantages [n]
@@ -54,40 +55,107 @@ def opo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
     return centred
 
 
+def preference(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+    """+1 for the best rollout of the group, -1 for the worst, 0 for the rest: the pair of DPO. 0 without variance."""
+    del lengths, epsilon
+    found = np.zeros_like(rewards)
+    if len(rewards) > 1 and not (rewards == rewards[0]).all():
+        found[rewards.argmax()], found[rewards.argmin()] = 1.0, -1.0
+    return found
+
+
 # Whitened over all rollouts of the batch after the group baseline, below.
 _WHITENED: Final[Mapping[str, Estimator]] = {"reinforce_pp_baseline": dr_grpo}
-_BY_NAME: Final[Mapping[str, Estimator]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo, **_WHITENED}
+_BY_NAME: Final[Mapping[str, Estimator]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo,
+                                               "preference": preference, **_WHITENED}  # fmt: skip
+# Under this name the reward of a rollout's `calls` is that of the task's greedy rollout: the baseline of ReMax.
+GREEDY: Final = "greedy"
 
 
-def advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[str, float]:
-    """Advantage of each rollout by its id.
+def shaped(rollout: Rollout, config: OverlongConfig) -> Rollout:
+    """The rollout with one more reward component, "overlong", where it is too long (DAPO, arXiv 2503.14476, eq. 13).
+
+    min(-(L - (Lmax - buffer)) / buffer * penalty, 0), and -penalty beyond Lmax.
+    """
+    if config.max_tokens is None:
+        return rollout
+    over = (sampled_tokens(rollout) - (config.max_tokens - config.buffer)) / config.buffer
+    punishment = -config.penalty * min(1.0, max(0.0, over))
+    if not punishment:
+        return rollout
+    components = {**rollout.reward.components, "overlong": punishment}
+    return replace(rollout, reward=replace(rollout.reward, components=components))
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """Sampled tokens of all of a rollout's rows."""
+    return sum(int(row.loss_mask.sum()) for row in rollout.rows)
+
+
+def compared(groups: Sequence[Group], config: AdvantageConfig) -> list[list[Rollout]]:
+    """The rollouts that are compared with one another, their rewards shaped.
 
     Ungrouped bundles share one baseline over all of them in the batch, or are refused, by config.ungrouped.
     """
-    estimator = _BY_NAME.get(config.name) or load_function(
-        config.name, what=f"advantage estimator (known by name: {', '.join(sorted(_BY_NAME))}; else file.py:function)"
-    )
-    loose = [rollout for group in groups if group.ungrouped for rollout in group.rollouts]
+    loose = [shaped(rollout, config.overlong) for group in groups if group.ungrouped for rollout in group.rollouts]
     if loose and config.ungrouped == "error":
         raise LearnerError(
             f"{len(loose)} rollouts of this batch name no group, and learner.advantage.ungrouped = 'error'; give their "
             "sessions a group_id, or set it to 'batch_mean'"
         )
-    compared = [group.rollouts for group in groups if not group.ungrouped] + ([loose] if loose else [])
+    named = [[shaped(r, config.overlong) for r in group.rollouts] for group in groups if not group.ungrouped]
+    return named + ([loose] if loose else [])
+
+
+def advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[str, float]:
+    """Advantage of each rollout by its id."""
     found: dict[str, float] = {}
-    for rollouts in compared:
-        rewards = np.array([rollout.reward.total for rollout in rollouts], dtype=np.float64)
-        lengths = np.array([sum(int(row.loss_mask.sum()) for row in r.rows) for r in rollouts], dtype=np.float64)
-        values = estimator(rewards, lengths, config.epsilon)
-        if values.shape != rewards.shape or not np.isfinite(values).all():
+    for rollouts in compared(groups, config):
+        lengths = np.array([sampled_tokens(rollout) for rollout in rollouts], dtype=np.float64)
+        values = _of_group(rollouts, lengths, config)
+        rewards = [rollout.reward.total for rollout in rollouts]
+        if values.shape != lengths.shape or not np.isfinite(values).all():
             raise LearnerError(f"advantage estimator {config.name!r} gave {values!r} for rewards {rewards!r}")
         found |= {rollout.rollout_id: float(value) for rollout, value in zip(rollouts, values, strict=True)}
-    return _whiten(found, groups, config.epsilon) if config.name in _WHITENED else found
+    whitened = config.name in _WHITENED or config.name == "gdpo"
+    return _whiten(found, groups, config.epsilon) if whitened else found
+
+
+def _of_group(rollouts: Sequence[Rollout], lengths: FloatArray, config: AdvantageConfig) -> FloatArray:
+    rewards = np.array([rollout.reward.total for rollout in rollouts], dtype=np.float64)
+    if config.name == "remax":
+        return rewards - _greedy(rollouts)
+    if config.name == "gdpo":
+        return _gdpo(rollouts, config)
+    estimator = _BY_NAME.get(config.name) or load_function(config.name, what="learner.advantage.name")
+    values: FloatArray = estimator(rewards, lengths, config.epsilon)
+    return values
+
+
+def _greedy(rollouts: Sequence[Rollout]) -> FloatArray:
+    """R_greedy of each rollout's task, the baseline of ReMax (arXiv 2310.10505, eq. 5): R - R_greedy."""
+    missing = [rollout.rollout_id for rollout in rollouts if GREEDY not in rollout.reward.calls]
+    if missing:
+        raise LearnerError(
+            f"learner.advantage.name = 'remax', but {len(missing)} rollouts (first: {missing[0]}) have no reward of their "
+            f"task's greedy rollout; give it as the reward of the call {GREEDY!r}, as rollout.function does by itself"
+        )
+    return np.array([rollout.reward.calls[GREEDY] for rollout in rollouts], dtype=np.float64)
+
+
+def _gdpo(rollouts: Sequence[Rollout], config: AdvantageConfig) -> FloatArray:
+    """Each reward component's z-score within the group, then their weighted sum (GDPO, arXiv 2601.05242, eq. 4)."""
+    names = sorted(config.components or {name for rollout in rollouts for name in rollout.reward.components})
+    found = np.zeros(len(rollouts))
+    for name in names:
+        rewards = np.array([rollout.reward.components.get(name, 0.0) for rollout in rollouts], dtype=np.float64)
+        found += config.components.get(name, 1.0) * grpo(rewards, rewards, config.epsilon)
+    return found
 
 
 def _whiten(values: dict[str, float], groups: Sequence[Group], epsilon: float) -> dict[str, float]:
     """Divide by the standard deviation over all sampled tokens of the batch (REINFORCE++, arXiv 2501.03262, eq. 10)."""
-    lengths = {r.rollout_id: sum(int(row.loss_mask.sum()) for row in r.rows) for g in groups for r in g.rollouts}
+    lengths = {rollout.rollout_id: sampled_tokens(rollout) for group in groups for rollout in group.rollouts}
     weights = np.array([lengths[rollout_id] for rollout_id in values], dtype=np.float64)
     a = np.array(list(values.values()))
     if not weights.sum() or not a.any():

@@ -6,18 +6,20 @@ dropping it moves no baseline.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rlagent.errors import LearnerError
-from rlagent.trainer.advantage import advantages
 from rlagent.trainer.aggregation import AGGREGATIONS
 from rlagent.trainer.config import AdvantageConfig, LossConfig
-from rlagent.types import Batch, Group, Trajectory
+from rlagent.trainer.credit_rows import credit, token_rewards
+from rlagent.types import Batch, Float32Array, Group, Trajectory
 
 _TOKEN_FIELDS = ("token_ids", "position_ids", "loss_mask", "rollout_logprobs", "temperature", "advantages", "weight",
                  "versions")  # fmt: skip
+_OPTIONAL_TOKEN_FIELDS = ("rewards", "values", "returns", "teacher_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +30,39 @@ class PackResult:
     dropped: Mapping[str, int]
 
 
-def pack(groups: Sequence[Group], *, advantage: AdvantageConfig, loss: LossConfig, max_row_tokens: int) -> PackResult:
-    """All trainable rows of the groups, in order, with advantages and weights."""
-    values = advantages(groups, advantage)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+def pack(
+    groups: Sequence[Group],
+    *,
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+    max_row_tokens: int,
+    version: int | None = None,
+) -> PackResult:
+    """All trainable rows of the groups, in order, with advantages and weights. version: what the learner stands at."""
+    values = credit(groups, advantage)
+    rollouts = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
     rows: list[Trajectory] = []
     owners: list[int] = []
+    spread: list[float | npt.NDArray[np.float64]] = []
+    rewards: list[npt.NDArray[np.float64]] = []
     dropped: dict[str, int] = {}
-    for index, rollout in enumerate(rollouts):
-        for row in rollout.rows:
+    for index, (_, rollout) in enumerate(rollouts):
+        earned = token_rewards(rollout, advantage) if advantage.name == "gae" else []
+        for place, row in enumerate(rollout.rows):
             reason = "too_long" if len(row) > max_row_tokens else "" if row.loss_mask.any() else "nothing_sampled"
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
             rows.append(row)
             owners.append(index)
-    batch = _concatenate(rows, owners, [values[rollouts[owner].rollout_id] for owner in owners])
+            spread.append(values[rollout.rollout_id][place])
+            rewards += earned[place : place + 1]
+    batch = replace(
+        _concatenate(rows, owners, spread),
+        group_index=np.array([rollouts[owner][0] for owner in owners], dtype=np.int32),
+        rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
+        version=version,
+    )
     return PackResult(batch=weigh(batch, loss), dropped=dropped)
 
 
@@ -70,12 +89,20 @@ def select(batch: Batch, rows: Sequence[int]) -> Batch:
     pieces = [np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in index]
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
     taken = {name: getattr(batch, name)[tokens] for name in _TOKEN_FIELDS}
-    return Batch(
+    optional: dict[str, Any] = {name: _at(getattr(batch, name), tokens) for name in _OPTIONAL_TOKEN_FIELDS}
+    return replace(
+        batch,
         **taken,
+        **optional,
+        group_index=None if batch.group_index is None else batch.group_index[index],
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
         rollout_index=batch.rollout_index[index],
         num_sampled=int(taken["loss_mask"].sum()),
     )
+
+
+def _at(values: Float32Array | None, tokens: npt.NDArray[np.int64]) -> Float32Array | None:
+    return None if values is None else values[tokens]
 
 
 def split(batch: Batch, parts: int, loss: LossConfig) -> list[Batch]:
@@ -91,14 +118,17 @@ def split(batch: Batch, parts: int, loss: LossConfig) -> list[Batch]:
     return [weigh(select(batch, chosen), loss) for chosen in rows]
 
 
-def _concatenate(rows: Sequence[Trajectory], owners: Sequence[int], values: Sequence[float]) -> Batch:
+def _concatenate(
+    rows: Sequence[Trajectory], owners: Sequence[int], values: Sequence[float | npt.NDArray[np.float64]]
+) -> Batch:
     lengths = [len(row) for row in rows]
 
     def join(pieces: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
         return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype=dtype)
 
     mask = join([row.loss_mask for row in rows], np.bool_).astype(np.bool_)
-    spread = np.repeat(np.asarray(values, dtype=np.float32), lengths)
+    each = [np.broadcast_to(np.asarray(value, dtype=np.float32), n) for value, n in zip(values, lengths, strict=True)]
+    spread = join(list(each), np.float32).astype(np.float32, copy=False)
     return Batch(
         token_ids=join([row.token_ids for row in rows], np.int32).astype(np.int32, copy=False),
         position_ids=join([np.arange(n, dtype=np.int32) for n in lengths], np.int32).astype(np.int32, copy=False),

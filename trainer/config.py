@@ -1,12 +1,49 @@
 """Settings of the learner: algorithm, optimizer, batching, layout, weight sync, checkpoints."""
 
-from typing import Literal
+import difflib
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# Names only, so that a setting is checked where torch is not imported; the functions stand in advantage.py, loss.py, correction.py.
+ESTIMATORS: Final = (
+    "grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gdpo", "turn_level", "gae",
+    "preference",
+)  # fmt: skip
+LOSSES: Final = (
+    "ppo", "decoupled_ppo", "cispo", "gspo", "gmpo", "sapo", "topr", "reinforce", "opd", "sft", "dpo",
+)  # fmt: skip
+CORRECTIONS: Final = ("none", "tis", "mis", "icepop")
+
+
+def _known(name: str, names: tuple[str, ...]) -> str:
+    """The name itself, or an error that says what is known. With a colon in it, it names a function by path."""
+    if name in names or ":" in name:
+        return name
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"unknown name; {hint}known: {', '.join(names)}; or give file.py:function")
+
+
+class OverlongConfig(_Part):
+    """DAPO's soft punishment of long rollouts: min(-(L - (max_tokens - buffer)) / buffer * penalty, 0), not below -penalty."""
+
+    max_tokens: int | None = Field(None, ge=1, description="sampled tokens of a rollout, Lmax; none: no punishment")
+    buffer: int = Field(256, ge=1, description="the punishment begins so many tokens before max_tokens")
+    penalty: float = Field(1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "OverlongConfig":
+        if self.max_tokens is not None and self.buffer > self.max_tokens:
+            raise ValueError(
+                f"buffer = {self.buffer} is more than max_tokens = {self.max_tokens}; choose a smaller buffer"
+            )
+        return self
 
 
 class AdvantageConfig(_Part):
@@ -15,6 +52,16 @@ class AdvantageConfig(_Part):
     name: str = "grpo"
     epsilon: float = Field(1e-6, ge=0)
     ungrouped: Literal["batch_mean", "error"] = "batch_mean"
+    gamma: float = Field(1.0, gt=0, le=1, description="discount a token (a turn for turn_level)")
+    lam: float = Field(1.0, ge=0, le=1, description="lambda of gae")
+    whiten: bool = Field(True, description="gae: advantages to mean 0 and deviation 1 over the step's sampled tokens")
+    components: dict[str, float] = Field({}, description="gdpo: weight of each reward component; none: 1 each")
+    overlong: OverlongConfig = OverlongConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        return _known(name, ESTIMATORS)
 
 
 class LossConfig(_Part):
@@ -24,13 +71,24 @@ class LossConfig(_Part):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float | None = Field(None, gt=1)
+    tau_positive: float = Field(1.0, gt=0, description="sapo: temperature of the gate where the advantage is positive")
+    tau_negative: float = Field(1.05, gt=0, description="sapo: and where it is not")
+    beta: float = Field(0.1, gt=0, description="dpo: strength of the tie to the reference")
     aggregation: Literal[
         "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant_length", "rollout_mean"
     ] = "token_mean"
     constant_length: int = Field(1024, ge=1)
     kl_coef: float = Field(0.0, ge=0, description="weight of KL to the frozen reference; 0 loads no reference")
     kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="reward: taken off the rewards of the tokens that follow"
+    )
     entropy_coef: float = 0.0
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, name: str) -> str:
+        return _known(name, LOSSES)
 
 
 class CorrectionConfig(_Part):
@@ -40,7 +98,40 @@ class CorrectionConfig(_Part):
     level: Literal["token", "sequence", "geometric"] = "token"
     low: float = Field(0.5, ge=0)
     high: float = Field(2.0, gt=0)
-    veto: float | None = None
+    veto: float | None = Field(None, gt=0, description="a row with a token whose w is below this is left out")
+
+    @model_validator(mode="after")
+    def _check(self) -> "CorrectionConfig":
+        if self.name not in CORRECTIONS:
+            raise ValueError(f"name = {self.name!r} is unknown; known: {', '.join(CORRECTIONS)}")
+        if self.low > self.high:
+            raise ValueError(
+                f"low = {self.low} is above high = {self.high}, so every token is rejected; set low <= high"
+            )
+        return self
+
+
+class ReferenceConfig(_Part):
+    """The frozen reference policy of the KL term."""
+
+    refresh_every: int = Field(0, ge=0, description="learner steps after which it becomes the policy; 0 never")
+    verify: bool = Field(True, description="prove at each step, by a checksum, that it did not move otherwise")
+
+
+class TeacherConfig(_Part):
+    """The engine whose model is the teacher of on-policy distillation (learner.loss.name = "opd")."""
+
+    url: str | None = Field(None, description="of its SGLang-compatible HTTP surface")
+    concurrency: int = Field(16, ge=1, description="rows scored at once")
+    timeout_s: float = Field(300.0, gt=0, description="of one row")
+
+
+class CriticConfig(_Part):
+    """The value model of gae: the policy's architecture with a scalar head, its own optimizer, trained beside the policy."""
+
+    lr: float = Field(1e-5, gt=0)
+    clip: float = Field(0.2, gt=0, description="a value moves at most this far from the old one in a step")
+    warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic is trained")
 
 
 class OptimizerConfig(_Part):
@@ -55,6 +146,12 @@ class OptimizerConfig(_Part):
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
+    @model_validator(mode="after")
+    def _rates_fall(self) -> "OptimizerConfig":
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; set min_lr <= lr")
+        return self
+
 
 class BatchConfig(_Part):
     """How many groups make a step, and how rows are packed into microbatches."""
@@ -62,6 +159,11 @@ class BatchConfig(_Part):
     groups: int = Field(16, ge=1, description="groups a step")
     tokens: int = Field(16384, ge=16, description="token budget of one microbatch of one data-parallel rank")
     updates: int = Field(1, ge=1, description="optimizer updates a step; the batch is split by rollouts")
+    refill: int = Field(
+        0,
+        ge=0,
+        description="DAPO's dynamic sampling: groups without variance are dropped and up to so many more asked for",
+    )
     max_row_tokens: int | None = Field(
         None, description="longer rows are dropped and counted; default: the model's context"
     )
@@ -123,5 +225,36 @@ class LearnerConfig(_Part):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "LearnerConfig":
+        loss, advantage = self.loss.name, self.advantage.name
+        if loss == "decoupled_ppo" and self.correction.name != "none":
+            raise ValueError(
+                f"learner.correction.name = {self.correction.name!r} beside learner.loss.name = 'decoupled_ppo', which has "
+                "the factor exp(lp_old - lp_rollout) already; set learner.correction.name = 'none', or the loss to 'ppo'"
+            )
+        if (loss == "dpo") != (advantage == "preference"):
+            raise ValueError(
+                f"learner.loss.name = {loss!r} with learner.advantage.name = {advantage!r}: 'dpo' and 'preference' go "
+                "together; set both, or neither"
+            )
+        if loss == "opd" and self.teacher.url is None:
+            raise ValueError(
+                "learner.loss.name = 'opd' needs a teacher, and learner.teacher.url is not set; give the URL of its engine"
+            )
+        if self.loss.kl_in == "reward" and loss in ("sft", "dpo", "opd"):
+            raise ValueError(
+                f"learner.loss.kl_in = 'reward' has no meaning for learner.loss.name = {loss!r}; set 'loss'"
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the policy is loaded."""
+        return self.loss.kl_coef > 0 or self.loss.name == "dpo"

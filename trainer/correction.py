@@ -10,7 +10,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlagent.errors import LearnerError
 from rlagent.trainer.config import CorrectionConfig
 
 # (w [T], config) -> factor [T]
@@ -34,8 +33,6 @@ def correction(log_w: Tensor, mask: Tensor, sequence_index: Tensor, config: Corr
     """Factor [T], or None when nothing is corrected. log_w [T] must be 0 outside the mask."""
     if config.name == "none" and config.veto is None:
         return None
-    if config.name not in ("none", *_RULES):
-        raise LearnerError(f"learner.correction.name = {config.name!r} is unknown; known: none, {', '.join(_RULES)}")
     log_w = log_w.detach()
     factor = torch.ones_like(log_w)
     if config.name != "none":

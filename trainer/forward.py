@@ -7,7 +7,7 @@ batch's logits exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,19 @@ from torch import Tensor
 
 from rlagent.kernels.logprob import linear_logprob
 from rlagent.trainer.config import LearnerConfig
-from rlagent.trainer.loss import LossInput, policy_loss
+from rlagent.trainer.loss import policy_loss
 from rlagent.trainer.microbatch import IGNORED, Microbatch
 from rlagent.trainer.model import megatron
 from rlagent.trainer.model.build import PolicyModel
 from rlagent.trainer.model.rows import gather_rows
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.streams import LossInput
 
 Stats = dict[str, Tensor]
+# (model, hidden states of the last stage, microbatch, plan) -> one number a scored token [S]
+Head = Callable[[PolicyModel, Tensor, Microbatch, ParallelPlan], Tensor]
+# (model, hidden states of the last stage, what was made of a microbatch) -> (loss, statistics)
+Objective = Callable[[PolicyModel, Tensor, Any], tuple[Tensor, Stats]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +58,34 @@ class _GatherScores(torch.autograd.Function):
         return grads[0][slots], None, None, None
 
 
-def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> tuple[Tensor, Tensor]:
-    """Hidden states [t, 1, H] of the last stage -> logprobs [S] and entropies [S] of the scored tokens, fp32."""
+def _predictors(hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
+    """[p, H] of this rank's hidden states [t, 1, H] those that score a token."""
     if plan.config.sequence:
         hidden = megatron.tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False
         )
+    return gather_rows(hidden.squeeze(1), microbatch.predictors)
+
+
+def _over_context(values: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
+    """[S] of this rank's [p]: those of all context ranks."""
+    if microbatch.slots is None:
+        return values
+    keep = max(microbatch.num_scored, 1)
+    whole: Tensor = _GatherScores.apply(values, microbatch.slots, microbatch.num_scored, plan.context_group)  # type: ignore[no-untyped-call]
+    return whole[:keep]
+
+
+def value(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
+    """Hidden states of the last stage -> the value [S] of the state before each scored token, fp32; of a critic's model."""
+    found = _predictors(hidden, microbatch, plan).float() @ model.value_head.float()
+    return _over_context(found, microbatch, plan)
+
+
+def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> tuple[Tensor, Tensor]:
+    """Hidden states [t, 1, H] of the last stage -> logprobs [S] and entropies [S] of the scored tokens, fp32."""
     logprobs, entropy = linear_logprob(
-        gather_rows(hidden.squeeze(1), microbatch.predictors),
+        _predictors(hidden, microbatch, plan),
         model.head_weight(),
         microbatch.targets,
         temperature=microbatch.temperature,
@@ -70,14 +95,12 @@ def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: Para
         vocab_size=model.architecture.vocab_size,
     )
     assert entropy is not None
-    if microbatch.slots is None:
-        return logprobs, entropy
-    keep = max(microbatch.num_scored, 1)
-    gathered = [
-        _GatherScores.apply(values, microbatch.slots, microbatch.num_scored, plan.context_group)[:keep]  # type: ignore[no-untyped-call]
-        for values in (logprobs, entropy)
-    ]
-    return gathered[0], gathered[1]
+    return _over_context(logprobs, microbatch, plan), _over_context(entropy, microbatch, plan)
+
+
+def logprob(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
+    """The first of `score`."""
+    return score(model, hidden, microbatch, plan)[0]
 
 
 def _unwrap(model: Any) -> PolicyModel:
@@ -105,15 +128,15 @@ def _run(step: Any, items: Sequence[Any], model: Any, **options: Any) -> list[An
 
 
 @torch.no_grad()
-def score_all(model: Any, microbatches: Sequence[Microbatch], plan: ParallelPlan) -> list[Tensor]:
-    """Logprobs [S] of each microbatch on the last stage; an empty list on the others."""
+def score_all(model: Any, microbatches: Sequence[Microbatch], plan: ParallelPlan, head: Head = logprob) -> list[Tensor]:
+    """Logprobs (or what another head makes) [S] of each microbatch on the last stage; an empty list on the others."""
 
     def step(items: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         microbatch = next(items)
 
         def collect(hidden: Tensor, non_loss_data: bool = False) -> Tensor:
             assert non_loss_data
-            return score(_unwrap(chunk), hidden, microbatch, plan)[0]
+            return head(_unwrap(chunk), hidden, microbatch, plan)
 
         return _hidden(chunk, microbatch), collect
 
@@ -138,23 +161,34 @@ def _loss_input(work: Work, logprobs: Tensor, entropy: Tensor, config: LearnerCo
         weight=streams.weight,
         loss_mask=streams.loss_mask,
         sequence_index=streams.sequence_index,
+        fresh=streams.fresh,
     )
 
 
 def forward_backward(model: Any, works: Sequence[Work], plan: ParallelPlan, config: LearnerConfig) -> list[Stats]:
-    """Add the gradients of all microbatches to the model's buffers, summed over all ranks; the last stage answers
-    their statistics.
+    """Add the gradients of the policy's loss on all microbatches to the model's buffers, summed over all ranks; the last
+    stage answers their statistics.
     """
 
-    def step(items: Iterator[Work], chunk: Any) -> tuple[Tensor, Any]:
+    def objective(policy: PolicyModel, hidden: Tensor, work: Work) -> tuple[Tensor, Stats]:
+        logprobs, entropy = score(policy, hidden, work.microbatch, plan)
+        output = policy_loss(_loss_input(work, logprobs, entropy, config), config.loss, config.correction)
+        return output.loss, output.stats
+
+    return backward(model, works, objective)
+
+
+def backward(model: Any, works: Sequence[Any], objective: Objective) -> list[Stats]:
+    """As forward_backward, of any objective."""
+
+    def step(items: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
         work = next(items)
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Stats]:
-            logprobs, entropy = score(_unwrap(chunk), hidden, work.microbatch, plan)
-            output = policy_loss(_loss_input(work, logprobs, entropy, config), config.loss, config.correction)
+            found, stats = objective(_unwrap(chunk), hidden, work)
             # Megatron divides by this count at the end, which `sum_gradients` prevents: weights are in the loss
             # already.
-            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output.stats
+            return found, torch.zeros((), dtype=torch.int, device=hidden.device), stats
 
         return _hidden(chunk, work.microbatch), loss
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,8 @@ from torch import Tensor
 from rlagent.trainer import checkpoint, parallel, weights
 from rlagent.trainer.batch import split
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
+from rlagent.trainer.credit import Scores, credited
+from rlagent.trainer.critic import Critic, ValueWork
 from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
@@ -31,6 +33,7 @@ from rlagent.trainer.model.architecture import read_architecture
 from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
 from rlagent.trainer.optimizer import PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
+from rlagent.trainer.reference_policy import ReferencePolicy
 from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
 from rlagent.trainer.weight_map import Rule, rules
 from rlagent.types import Batch, Float32Array
@@ -80,12 +83,21 @@ class Learner:
         """Build the models and the optimizer."""
         self.inverse_frequencies = self.arch.inverse_frequencies().to(self.plan.device)
         policy = self._load_model()
-        self.reference = self._load_model() if self.config.loss.kl_coef > 0 else None
+        self.reference = (
+            ReferencePolicy(self.config.reference, self._load_model(), self.arch, self.plan)
+            if self.config.needs_reference
+            else None
+        )
         policy.config.finalize_model_grads_func = sum_gradients
         self.model = megatron.DistributedDataParallel(
             policy.config, megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy
         )
         self.optimizer = PolicyOptimizer(self.config.optimizer, self.model, dtype=self.dtype)
+        self.critic = (
+            Critic(self.config, self._load_model(), self.arch, self.plan)
+            if self.config.advantage.name == "gae"
+            else None
+        )
 
     def _load_model(self) -> PolicyModel:
         model = build_model(
@@ -112,7 +124,7 @@ class Learner:
     def _works(self, microbatches: Sequence[Microbatch], *, score_old: bool) -> list[Work]:
         """Score what the loss needs of the policies before the update."""
         old = score_all(self.model, microbatches, self.plan) if score_old else []
-        ref = score_all(self.reference, microbatches, self.plan) if self.reference is not None else []
+        ref = score_all(self.reference.model, microbatches, self.plan) if self.reference is not None else []
         return [
             Work(
                 microbatch=microbatch,
@@ -129,6 +141,7 @@ class Learner:
         started = time.perf_counter()
         check_batch(batch, self.arch.vocab_size)
         updates = self.config.batch.updates
+        batch = self._credited(batch)
         parts = split(batch, updates, self.config.loss) if updates > 1 else [batch]
         score_old = len(parts) > 1 and self.config.old_logprobs == "recompute"
         works = [self._works(self._microbatches(part), score_old=score_old) for part in parts]
@@ -136,12 +149,18 @@ class Learner:
         rate = learning_rate(self.config.optimizer, self.num_steps, self.total_steps)
         stats: list[Stats] = []
         norms = []
+        frozen = self.critic is not None and self.num_steps < self.config.critic.warmup_steps
+        value_metrics = self._learn_values(batch, parts, works)
         for update in works:
             self.optimizer.zero_grad()
             stats += forward_backward(self.model, update, self.plan, self.config)
-            norms.append(self.optimizer.step(rate))
+            norms.append(0.0 if frozen else self.optimizer.step(rate))
         self.num_steps += 1
+        if self.reference is not None:
+            self.reference.verify()
+            self.reference.refresh(self.model.module, self.num_steps)
         return {
+            **value_metrics,
             **reduce(sum_stats(stats, self.plan), batch.num_sampled),
             "policy/grad_norm": float(np.mean(norms)),
             "policy/lr": rate,
@@ -152,11 +171,51 @@ class Learner:
             "learner/update_s": time.perf_counter() - scored,
         }
 
+    def _credited(self, batch: Batch) -> Batch:
+        """The batch with the advantages that are made of scores, and the critic's part of it."""
+        loss = self.config.loss
+        in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
+        if not (in_reward or self.critic is not None or loss.name in ("opd", "dpo")):
+            return batch
+        microbatches = self._microbatches(batch)
+
+        def scored(scores: list[Tensor]) -> Float32Array:
+            return self._whole(batch, microbatches, scores)
+
+        policy = reference = values = None
+        if in_reward or loss.name in ("opd", "dpo"):
+            policy = scored(score_all(self.model, microbatches, self.plan))
+        if in_reward or loss.name == "dpo":
+            assert self.reference is not None
+            reference = scored(score_all(self.reference.model, microbatches, self.plan))
+        if self.critic is not None:
+            values = scored(self.critic.values(microbatches))
+        scores = Scores(policy=policy, reference=reference, values=values)
+        found, returns = credited(batch, scores, self.config.advantage, loss)
+        return replace(found, values=values, returns=returns)
+
+    def _learn_values(self, batch: Batch, parts: Sequence[Batch], works: Sequence[Sequence[Work]]) -> dict[str, float]:
+        """The critic's updates of a step, one for each of the policy's."""
+        if self.critic is None:
+            return {}
+        rate = learning_rate(self.critic.optimizer.config, self.num_steps, self.total_steps)
+        stats: list[Stats] = []
+        norms = []
+        for part, update in zip(parts, works, strict=True):
+            found, norm = self.critic.update([_value_work(part, work.microbatch) for work in update], rate)
+            stats += found
+            norms.append(norm)
+        totals = sum_stats(stats, self.plan)
+        return {**self.critic.metrics(totals, batch.num_sampled), "value/grad_norm": float(np.mean(norms))}
+
     def logprobs(self, batch: Batch) -> Float32Array:
         """The current policy's logprobs [N] of the sampled tokens, 0 elsewhere; the same on all ranks."""
         check_batch(batch, self.arch.vocab_size)
         microbatches = self._microbatches(batch)
-        scores = score_all(self.model, microbatches, self.plan)
+        return self._whole(batch, microbatches, score_all(self.model, microbatches, self.plan))
+
+    def _whole(self, batch: Batch, microbatches: Sequence[Microbatch], scores: Sequence[Tensor]) -> Float32Array:
+        """Scores of all ranks' microbatches in their places [N], on all ranks."""
         found = torch.zeros(batch.num_tokens, device=self.plan.device)
         if self.plan.counts:
             for microbatch, values in zip(microbatches, scores, strict=True):
@@ -193,15 +252,25 @@ class Learner:
         }
         return {rule: parameter for rule, parameter in found.items() if parameter is not None}
 
+    def _states(self) -> dict[Rule, dict[str, Tensor]]:
+        """Everything a resume needs of the models, by what it is."""
+        states = self.optimizer.states()
+        found = {rule: states[id(parameter)] for rule, parameter in self._parameters().items()}
+        if self.critic is not None:
+            states = self.critic.optimizer.states()
+            found |= {rule: states[id(parameter)] for rule, parameter in self.critic.parameters().items()}
+        if self.reference is not None:
+            found |= {rule: {"param": tensor.detach()} for rule, tensor in self.reference.parameters().items()}
+        return found
+
     def save(self, directory: Path, extra: dict[str, Any], *, wait: bool = True) -> None:
         """Write weights, optimizer, schedule and RNG with the loop's own `extra` (JSON). It appears whole or not at all.
 
         Without `wait` the state is copied and written beside the training; `finish_save` gives it its name.
         """
-        states = self.optimizer.states()
         self._snapshots.begin(
             directory,
-            {rule: states[id(parameter)] for rule, parameter in self._parameters().items()},
+            self._states(),
             step=self.num_steps,
             model=self._identity(),
             config_digest=hashlib.sha256(self.config.model_dump_json().encode()).hexdigest(),
@@ -220,6 +289,12 @@ class Learner:
         parameters = self._parameters()
         states = reader.states(parameters)
         self.optimizer.restore({id(parameter): states[rule] for rule, parameter in parameters.items()})
+        if self.critic is not None:
+            own = self.critic.parameters()
+            states = reader.states(own)
+            self.critic.optimizer.restore({id(parameter): states[rule] for rule, parameter in own.items()})
+        if self.reference is not None:
+            self.reference.restore(reader.states(self.reference.parameters()))
         torch.set_rng_state(reader.rng_state())
         self.num_steps = reader.manifest.step
         dist.barrier()
@@ -235,3 +310,14 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _value_work(batch: Batch, microbatch: Microbatch) -> ValueWork:
+    assert batch.values is not None
+    assert batch.returns is not None
+    device = microbatch.streams.weight.device
+    one = np.zeros(1, np.float32)  # of the token that stands for none
+    old, returns = (x[microbatch.origin] if len(microbatch.origin) else one for x in (batch.values, batch.returns))
+    return ValueWork(
+        microbatch=microbatch, old_values=torch.from_numpy(old).to(device), returns=torch.from_numpy(returns).to(device)
+    )

@@ -1,12 +1,10 @@
-"""Policy losses: per-token streams in, one number out. Minimised.
+"""The objective of a microbatch: a policy loss of `token_loss.py`, corrected, with KL and entropy; streams in, one number out.
 
-In the flow: the learner calls `policy_loss` once a microbatch; aggregation is folded into `weight` already, so microbatches sum.
+In the flow: the learner minimises `policy_loss` of each microbatch; aggregation is folded into `weight` already, so they sum.
 Invariant: what stands under the mask (NaN included) touches neither the value nor any gradient.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,21 +14,8 @@ from rlagent.loading import load_function
 from rlagent.trainer.config import CorrectionConfig, LossConfig
 from rlagent.trainer.correction import correction
 from rlagent.trainer.kl import KL_ESTIMATORS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInput:
-    """Per-token streams of a microbatch, all [T]. Gradients flow through logprobs and entropy only."""
-
-    logprobs: Tensor
-    old_logprobs: Tensor  # the proximal policy's
-    rollout_logprobs: Tensor  # the engine's
-    ref_logprobs: Tensor | None
-    entropy: Tensor | None
-    advantages: Tensor
-    weight: Tensor
-    loss_mask: Tensor  # bool
-    sequence_index: Tensor  # int64; equal on the tokens of one row, which no microbatch cuts
+from rlagent.trainer.streams import LossInput
+from rlagent.trainer.token_loss import TOKEN_LOSSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,63 +26,12 @@ class LossOutput:
     stats: dict[str, Tensor]
 
 
-# exp of more overflows fp32, and 0 * inf is NaN; a token that far off is clipped, or rejected, anyway.
-_MAX_LOG_RATIO: Final = 60.0
-# (streams with the mask applied, config) -> per-token loss [T]
-TokenLoss = Callable[[LossInput, LossConfig], Tensor]
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-
-
-def ppo(s: LossInput, config: LossConfig) -> Tensor:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10).
-
-    Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
-    """
-    ratio = _exp(s.logprobs - s.old_logprobs)
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
-    if config.dual_clip is None:
-        return loss
-    return torch.where(s.advantages < 0, torch.minimum(loss, -config.dual_clip * s.advantages), loss)
-
-
-def cispo(s: LossInput, config: LossConfig) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
-    ratio = _exp(s.logprobs - s.old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -ratio.detach() * s.advantages * s.logprobs
-
-
-def gspo(s: LossInput, config: LossConfig) -> Tensor:
-    """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 14)."""
-    size = int(s.sequence_index.max()) + 1
-    log_ratio = s.logprobs.detach() - s.old_logprobs
-    total = log_ratio.new_zeros(size).index_add(0, s.sequence_index, log_ratio)
-    count = log_ratio.new_zeros(size).index_add(0, s.sequence_index, s.loss_mask.to(log_ratio.dtype)).clamp(min=1)
-    ratio = _exp(total / count)[s.sequence_index] * (s.logprobs - s.logprobs.detach()).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
-
-
-def reinforce(s: LossInput, config: LossConfig) -> Tensor:
-    """-A lp (Williams 1992, eq. 11)."""
-    del config
-    return -s.advantages * s.logprobs
-
-
-LOSSES: Final[Mapping[str, TokenLoss]] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "reinforce": reinforce}
-
-
 def policy_loss(streams: LossInput, config: LossConfig, correction_config: CorrectionConfig) -> LossOutput:
     """Policy loss + KL + entropy bonus over one microbatch, and the statistics of learner metrics.
 
-    `config.name` is one of LOSSES or file.py:function of the type TokenLoss.
+    `config.name` is one of TOKEN_LOSSES or file.py:function of the type TokenLoss.
     """
-    token_loss = LOSSES.get(config.name) or load_function(
-        config.name, what=f"loss (known by name: {', '.join(sorted(LOSSES))}; else file.py:function)"
-    )
+    token_loss = TOKEN_LOSSES.get(config.name) or load_function(config.name, what="learner.loss.name")
     s = _masked(streams)
     per_token = token_loss(s, config)
     if per_token.shape != s.logprobs.shape:
@@ -111,7 +45,8 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
         stats["correction_rejected"] = ((factor == 0) & s.loss_mask).sum()
     if s.ref_logprobs is not None and config.kl_coef:
         divergence = KL_ESTIMATORS[config.kl_estimator](s.ref_logprobs - s.logprobs)
-        per_token = per_token + config.kl_coef * divergence
+        if config.kl_in == "loss":
+            per_token = per_token + config.kl_coef * divergence
         stats["kl_reference"] = divergence.detach().sum()
     if s.entropy is not None:
         if config.entropy_coef:
@@ -138,6 +73,7 @@ def _masked(s: LossInput) -> LossInput:
         weight=put(s.weight),
         loss_mask=s.loss_mask,
         sequence_index=s.sequence_index.long(),
+        fresh=None if s.fresh is None else s.fresh & s.loss_mask,
     )
 
 
@@ -155,11 +91,23 @@ def _stats(s: LossInput, config: LossConfig) -> dict[str, Tensor]:
         "approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),
         "clip_low": (mask & (s.advantages < 0) & (ratio < 1 - config.clip_low)).sum(),
         "clip_high": (mask & (s.advantages > 0) & (ratio > 1 + config.clip_high)).sum(),
+        **_mismatch(gap, w, mask, ""),
+        **({} if s.fresh is None else _mismatch(gap, w, s.fresh, "fresh_")),
+    }
+
+
+def _mismatch(gap: Tensor, w: Tensor, mask: Tensor, prefix: str) -> dict[str, Tensor]:
+    """Sums over the tokens of `mask` of what tells the engine's logprobs from the learner's."""
+    gap, w = torch.where(mask, gap, torch.zeros_like(gap)), torch.where(mask, w, torch.zeros_like(w))
+    found = {
         "mismatch_kl": gap.sum(),
         "mismatch_k3": ((-gap).exp() - 1 + gap).sum(),
         "mismatch_abs": gap.abs().sum(),
         "mismatch_exp_abs": torch.where(mask, gap.abs().exp(), torch.zeros_like(gap)).sum(),
-        "max:mismatch_abs": gap.abs().max(),
         "w": w.sum(),
         "w_squared": w.square().sum(),
     }
+    named = {f"{prefix}{name}": value for name, value in found.items()}
+    if prefix:
+        named[f"{prefix}count"] = mask.sum()
+    return named | {f"max:{prefix}mismatch_abs": gap.abs().max()}

@@ -1,7 +1,8 @@
 """Metrics under their exact formulas: from sums of a step to what is written to metrics.jsonl. No torch.
 
-Names: mismatch/* compares the engine with the learner (w = exp(lp_old - lp_roll)), policy/* the update, reward/*, response/* and data/*
-the batch, freshness/* how old its tokens are.
+Names: mismatch/* compares the engine with the learner (w = exp(lp_old - lp_roll)), mismatch_fresh/* the same over the tokens sampled
+by the version that the learner holds (what is left is disagreement, not staleness); policy/* the update, reward/*, response/* and
+data/* the batch, freshness/* how old its tokens are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,13 @@ _MEANS = {
     "entropy": "policy/entropy",
     "kl_reference": "policy/kl_reference",
     "correction_rejected": "policy/correction_rejected",
-    "mismatch_kl": "mismatch/kl",
-    "mismatch_k3": "mismatch/k3",
-    "mismatch_abs": "mismatch/abs_mean",
-    "mismatch_exp_abs": "mismatch/exp_abs_mean",
 }
-_MAXIMA = {"max:ratio": "policy/ratio_max", "max:mismatch_abs": "mismatch/abs_max"}
+_MISMATCH_MEANS = {
+    "mismatch_kl": "kl",
+    "mismatch_k3": "k3",
+    "mismatch_abs": "abs_mean",
+    "mismatch_exp_abs": "exp_abs_mean",
+}
 
 
 def reduce(stats: Mapping[str, SupportsFloat], num_sampled: int) -> dict[str, float]:
@@ -34,13 +36,27 @@ def reduce(stats: Mapping[str, SupportsFloat], num_sampled: int) -> dict[str, fl
     """
     count = max(1, num_sampled)
     found = {name: float(stats[key]) / count for key, name in _MEANS.items() if key in stats}
-    found |= {name: float(stats[key]) for key, name in _MAXIMA.items() if key in stats}
+    if "max:ratio" in stats:
+        found["policy/ratio_max"] = float(stats["max:ratio"])
     if "loss" in stats:
         found["policy/loss"] = float(stats["loss"])
-    if "w" in stats and "w_squared" in stats:
-        mean, square = float(stats["w"]) / count, float(stats["w_squared"]) / count
-        found["mismatch/chi2"] = square - 1
-        found["mismatch/ess"] = mean**2 / square if square else 0.0
+    found |= {f"mismatch/{name}": value for name, value in _mismatch(stats, "", count).items()}
+    fresh = int(float(stats["fresh_count"])) if "fresh_count" in stats else 0
+    if fresh:
+        found |= {f"mismatch_fresh/{name}": value for name, value in _mismatch(stats, "fresh_", fresh).items()}
+    if "fresh_count" in stats:
+        found["mismatch_fresh/share"] = fresh / count
+    return found
+
+
+def _mismatch(stats: Mapping[str, SupportsFloat], prefix: str, count: int) -> dict[str, float]:
+    found = {name: float(stats[prefix + key]) / count for key, name in _MISMATCH_MEANS.items() if prefix + key in stats}
+    if f"max:{prefix}mismatch_abs" in stats:
+        found["abs_max"] = float(stats[f"max:{prefix}mismatch_abs"])
+    if f"{prefix}w" in stats and f"{prefix}w_squared" in stats:
+        mean, square = float(stats[f"{prefix}w"]) / count, float(stats[f"{prefix}w_squared"]) / count
+        found["chi2"] = square - 1
+        found["ess"] = mean**2 / square if square else 0.0
     return found
 
 

@@ -33,6 +33,7 @@ class Streams:
     weight: Tensor
     loss_mask: Tensor
     sequence_index: Tensor  # of the token's row in the batch: a row is never cut, so all of its tokens are here
+    fresh: Tensor | None  # sampled by the version that the learner holds; None where that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,7 @@ def _streams(
             weight=zero,
             loss_mask=torch.zeros(1, dtype=torch.bool, device=device),
             sequence_index=torch.zeros(1, dtype=torch.int64, device=device),
+            fresh=None if batch.version is None else torch.zeros(1, dtype=torch.bool, device=device),
         )
     origin = index[scored]
     sequences = np.repeat(np.asarray(rows, dtype=np.int64), lengths)[scored]
@@ -153,4 +155,5 @@ def _streams(
         weight=torch.from_numpy(batch.weight[origin]).to(device),
         loss_mask=torch.ones(len(scored), dtype=torch.bool, device=device),
         sequence_index=torch.from_numpy(sequences).to(device),
+        fresh=None if batch.version is None else torch.from_numpy(batch.versions[origin] == batch.version).to(device),
     )

@@ -179,10 +179,10 @@ def test_the_reference_stays_what_it_was_while_the_policy_moves(model_dir: Path)
     moving = LearnerConfig(device="cpu", loss=LossConfig(kl_coef=0.1), optimizer=OptimizerConfig(lr=1e-2))
     with make_learner(model_dir, moving) as learner:
         assert learner.reference is not None
-        before = [parameter.detach().clone() for parameter in learner.reference.parameters()]
+        before = [parameter.detach().clone() for parameter in learner.reference.model.parameters()]
         for _ in range(2):
             learner.train_step(make_batch())
-        pairs = zip(before, learner.reference.parameters(), strict=True)
+        pairs = zip(before, learner.reference.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
         moved = zip(before, learner.model.module.parameters(), strict=True)
         assert not any(torch.equal(one, other) for one, other in moved)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rlagent.trainer.config import CorrectionConfig, LossConfig
 from rlagent.trainer.correction import correction
-from rlagent.trainer.loss import LOSSES, LossInput, policy_loss
+from rlagent.trainer.loss import policy_loss
+from rlagent.trainer.streams import LossInput
+from rlagent.trainer.token_loss import TOKEN_LOSSES
 
 SEEDS = st.integers(0, 10_000)
-NAMES = st.sampled_from(sorted(LOSSES))
+NAMES = st.sampled_from(sorted(TOKEN_LOSSES))
 CORRECTIONS = st.builds(
     CorrectionConfig,
     name=st.sampled_from(["none", "tis", "mis"]),
@@ -48,7 +50,7 @@ def make(seed: int, lengths: list[int]) -> LossInput:
 
 def take(s: LossInput, index: Tensor) -> LossInput:
     fields: dict[str, Any] = {name: getattr(s, name) for name in LossInput.__dataclass_fields__}
-    return LossInput(**{name: value[index] for name, value in fields.items()})
+    return LossInput(**{name: None if value is None else value[index] for name, value in fields.items()})
 
 
 def gradient(s: LossInput, name: str, c: CorrectionConfig) -> tuple[float, Tensor]:
@@ -117,8 +119,8 @@ def test_ppo_is_never_below_the_unclipped_objective(seed: int, low: float, high:
     s = make(seed, [6])
     ratio = (s.logprobs - s.old_logprobs).exp()
     plain = LossConfig(clip_low=low, clip_high=high)
-    found = LOSSES["ppo"](s, plain)
+    found = TOKEN_LOSSES["ppo"](s, plain)
     assert (found >= -s.advantages * ratio - 1e-12).all()
-    dual = LOSSES["ppo"](s, LossConfig(clip_low=low, clip_high=high, dual_clip=3.0))
+    dual = TOKEN_LOSSES["ppo"](s, LossConfig(clip_low=low, clip_high=high, dual_clip=3.0))
     assert (dual <= found).all()
     assert (dual[s.advantages < 0] <= -3 * s.advantages[s.advantages < 0] + 1e-12).all()

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from rlagent.trainer.config import CorrectionConfig, LossConfig
-from rlagent.trainer.loss import LossInput, LossOutput, policy_loss
+from rlagent.trainer.loss import LossOutput, policy_loss
+from rlagent.trainer.streams import LossInput
 
 UNCORRECTED = CorrectionConfig()
 

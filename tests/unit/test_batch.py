@@ -34,6 +34,9 @@ def packed(groups: list[Group], aggregation: str = "token_mean", limit: int = 10
     return pack(groups, advantage=AdvantageConfig(name="dr_grpo"), loss=loss(aggregation), max_row_tokens=limit)
 
 
+UNSET = ("rewards", "values", "returns", "teacher_logprobs", "version")
+
+
 def test_every_field_of_a_packed_batch() -> None:
     batch = packed([group([1.0, 0.0], rows=MASKS)]).batch
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 1, 2, 1, 2, 3]
@@ -46,8 +49,12 @@ def test_every_field_of_a_packed_batch() -> None:
     assert batch.versions.tolist() == [-1, 0, 0, 0, -1, 0, -1, 0, 0]
     assert batch.rollout_index.tolist() == [0, 0, 1]
     assert (batch.num_sampled, batch.num_rows, batch.num_tokens) == (6, 3, 9)
-    types = {name: getattr(batch, name).dtype.name for name in Batch.__dataclass_fields__ if name != "num_sampled"}
-    integers = dict.fromkeys(("token_ids", "position_ids", "cu_seqlens", "versions", "rollout_index"), "int32")
+    assert all(getattr(batch, name) is None for name in UNSET)
+    arrays = set(Batch.__dataclass_fields__) - {"num_sampled", *UNSET}
+    types = {name: getattr(batch, name).dtype.name for name in arrays}
+    integers = dict.fromkeys(
+        ("token_ids", "position_ids", "cu_seqlens", "versions", "rollout_index", "group_index"), "int32"
+    )
     floats = dict.fromkeys(("rollout_logprobs", "temperature", "advantages", "weight"), "float32")
     assert types == {**integers, **floats, "loss_mask": "bool"}
 

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 from groups import group
+from pydantic import ValidationError
 from streams import run, streams
 from torch import Tensor
 
-from rlagent.errors import LearnerError
 from rlagent.trainer.batch import pack
 from rlagent.trainer.config import AdvantageConfig, CorrectionConfig, LossConfig, ParallelConfig
 from rlagent.trainer.correction import correction
-from rlagent.trainer.loss import LossInput, policy_loss
+from rlagent.trainer.loss import policy_loss
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import make_microbatch
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.streams import LossInput
 from rlagent.types import Batch
 
 LOG_W = torch.tensor([math.log(4), 0.0, 0.0, math.log(0.1), 0.0], dtype=torch.float64)
@@ -59,8 +60,8 @@ def test_the_bounds_of_masking_are_inclusive() -> None:
 def test_nothing_to_correct_and_unknown_names() -> None:
     s = streams()
     assert correction(LOG_W, s.loss_mask, s.sequence_index, CorrectionConfig()) is None
-    with pytest.raises(LearnerError, match=r"'icepopp' is unknown; known: none, tis, mis, icepop"):
-        correction(LOG_W, s.loss_mask, s.sequence_index, CorrectionConfig(name="icepopp"))
+    with pytest.raises(ValidationError, match=r"'icepopp' is unknown; known: none, tis, mis, icepop"):
+        CorrectionConfig(name="icepopp")
 
 
 def test_a_factor_is_a_constant_to_the_gradient() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlagent.errors import LearnerError
 from rlagent.trainer.config import CorrectionConfig
-from rlagent.trainer.loss import LOSSES, LossInput
 from rlagent.trainer.metrics import reduce
+from rlagent.trainer.streams import LossInput
+from rlagent.trainer.token_loss import TOKEN_LOSSES
 
 
 def parts(s: LossInput, *cuts: slice) -> list[LossInput]:
@@ -84,7 +85,7 @@ def objective(x: Tensor, name: str, extra: str, **changes: Any) -> Tensor:
     return run(s, name, c=c, **options).loss
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo", "decoupled_ppo", "gspo", "gmpo", "sapo", "reinforce", "sft"])
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_invariant_11_gradients_are_finite_differences(name: str, extra: str) -> None:
     # GSPO's token form differentiates to the same as its value, where a sequence has one advantage, weight and factor.
@@ -102,6 +103,38 @@ def test_invariant_11_cispo_is_reinforce_with_its_clipped_ratio_held_still(extra
     assert torch.allclose(ours, theirs)
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_invariant_11_topr_is_reinforce_with_its_tapered_ratio_held_still(extra: str) -> None:
+    s = streams()
+    x = s.logprobs.clone().requires_grad_()
+    taper = torch.tensor(
+        [1, 1, 1, math.exp(-0.7), math.exp(-0.7)]
+    )  # A > 0 keeps its weight; the second row's ratio is e^-0.7
+    ours = torch.autograd.grad(objective(x, "topr", extra), x)[0]
+    theirs = torch.autograd.grad(objective(x, "reinforce", extra, advantages=taper * s.advantages), x)[0]
+    assert torch.allclose(ours, theirs)
+
+
+def test_decoupled_ppo_and_sft_by_hand() -> None:
+    ratios = [math.exp(0.2), 1.0, 0.8, 0.8]
+    behaviour = [math.exp(-0.1), math.exp(0.1), 1.0, math.exp(0.2)]
+    terms = zip(ratios, behaviour, [1, 1, -2, -2], strict=True)
+    assert run(streams(), "decoupled_ppo").loss.item() == pytest.approx(-0.25 * sum(r * w * a for r, w, a in terms))
+    assert run(streams(), "sft").loss.item() == pytest.approx(0.25 * (1.0 + 0.5 + 0.7 + 1.5))
+
+
+def test_gmpo_sapo_and_topr_by_hand() -> None:
+    # GMPO: the first row's log ratios are 0.2 and 0; the second's -0.3 and -0.4, each held at log 0.8 as A < 0.
+    assert run(streams(), "gmpo").loss.item() == pytest.approx(0.25 * (2 * -math.exp(0.1) + 2 * 2 * 0.8))
+    gates = [
+        4 / tau / (1 + math.exp(-tau * (math.exp(d) - 1))) for tau, d in ((1, 0.2), (1, 0), (1.05, -0.3), (1.05, -0.4))
+    ]
+    expected = -0.25 * sum(a * gate for a, gate in zip([1, 1, -2, -2], gates, strict=True))
+    assert run(streams(), "sapo").loss.item() == pytest.approx(expected)
+    taper = math.exp(-0.7)
+    assert run(streams(), "topr").loss.item() == pytest.approx(-0.25 * (-1.5 + taper * 2 * (0.7 + 1.5)))
+
+
 def test_gradients_of_cispo_and_gspo_by_hand() -> None:
     x = streams().logprobs.clone().requires_grad_()
     (cispo,) = torch.autograd.grad(run(streams(logprobs=x), "cispo").loss, x)
@@ -110,7 +143,7 @@ def test_gradients_of_cispo_and_gspo_by_hand() -> None:
     assert gspo.tolist() == pytest.approx([-0.25 * math.exp(0.1), -0.25 * math.exp(0.1), 0, 0, 0])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_invariants_6_and_7_what_is_masked_does_not_matter(name: str) -> None:
     clean = streams(ref_logprobs=torch.zeros(5, dtype=torch.float64), entropy=torch.ones(5, dtype=torch.float64))
     nan = torch.where(clean.loss_mask, 0.0, torch.nan)
@@ -130,7 +163,7 @@ def test_invariants_6_and_7_what_is_masked_does_not_matter(name: str) -> None:
     assert all(value.isfinite() for value in found.stats.values())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_invariant_23_a_microbatch_without_sampled_tokens(name: str) -> None:
     x = streams().logprobs.clone().requires_grad_()
     s = streams(logprobs=x, ref_logprobs=x.detach(), entropy=x.exp(), loss_mask=torch.zeros(5, dtype=torch.bool))
@@ -152,7 +185,7 @@ def test_invariant_9_the_first_on_policy_step_has_ratio_one() -> None:
 
 def test_invariant_9_at_ratio_one_every_loss_has_the_gradient_of_reinforce() -> None:
     gradients = []
-    for name in LOSSES:
+    for name in TOKEN_LOSSES.keys() - {"decoupled_ppo", "sft"}:
         x = streams().logprobs.clone().requires_grad_()
         gradients.append(torch.autograd.grad(run(streams(logprobs=x, old_logprobs=x.detach()), name).loss, x)[0])
     assert all(torch.allclose(gradient, gradients[0]) for gradient in gradients)
@@ -176,7 +209,7 @@ def test_invariant_10_clipping_binds_only_where_it_should(
     assert metrics["policy/clip_high"] == (bound and shift > 0)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_invariant_2_microbatches_sum_to_the_step(name: str) -> None:
     s = streams(ref_logprobs=torch.zeros(5, dtype=torch.float64))
     whole = run(s, name, kl_coef=0.1)
@@ -187,7 +220,7 @@ def test_invariant_2_microbatches_sum_to_the_step(name: str) -> None:
         assert combine(part.stats[key].item() for part in found) == pytest.approx(value.item()), key
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 @pytest.mark.parametrize("shift", [1e3, -1e3])
 def test_an_absurd_ratio_makes_no_nan(name: str, advantage: float, shift: float) -> None:

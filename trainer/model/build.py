@@ -32,6 +32,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """A GPTModel whose last stage answers hidden states [t, 1, H], so that logits of a whole batch never exist."""
 
     architecture: Architecture
+    value_head: Tensor  # [H], of a critic's last stage only
 
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
         return hidden_states

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/parcels-$(shell date +%Y%m%d-%H%M%S)
 SEED ?= 0
 
-.PHONY: demo demo-sglang test test-sglang check bench format
+.PHONY: demo demo-sglang test test-sglang check bench format learn-matrix
 
 demo: $(STAMP)  ## train the demo's tool-using agent; takes a few minutes on two cores
 	$(BIN)/rlagent train --config examples/parcels/run.toml --run-dir $(RUN_DIR) --set run.seed=$(SEED)
@@ -32,7 +32,10 @@ check: $(STAMP)  ## format, lint, types, the fast tests
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" tests/unit tests/property
 
 bench: $(STAMP)  ## every benchmark; each prints a table and the machine
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	for script in $$(ls benchmarks/*.py | grep -v learn_matrix); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+learn-matrix: $(STAMP)  ## the demo with grpo, rloo, ppo + critic, cispo and gspo; writes docs/learn_matrix.md
+	$(BIN)/python benchmarks/learn_matrix.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -7,6 +7,7 @@ with B groups a step and max_staleness s, at most (s + 1) * B groups exist that 
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from rlagent.buffer.status import BufferStatus
 from rlagent.client import RouterClient
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.rollout import Outcome, Task, task_id
+from rlagent.types import GREEDY, Reward
 
 _MAX_ATTEMPTS: Final = 3  # a rollout whose worker died under it this often counts as failed
 _GROUP_PREFIX: Final = "group-"
@@ -25,7 +27,7 @@ class Collector:
 
     def __init__(
         self, client: RouterClient, pool: RolloutPool, tasks: Sequence[Task], *, group_size: int, groups_per_step: int,
-        max_staleness: int, seed: int, steps_left: int, deadline_s: float,
+        max_staleness: int, seed: int, steps_left: int, deadline_s: float, greedy: bool = False,
     ) -> None:  # fmt: skip
         self._client = client
         self._pool = pool
@@ -36,6 +38,8 @@ class Collector:
         self._seed = seed
         self._steps_left = steps_left
         self._deadline_s = deadline_s
+        self._greedy = greedy  # one rollout more of each task at temperature 0, whose reward its group's rollouts carry
+        self._replaced = 0  # groups of this step's leases that are not trained on
         self._training = 0  # groups leased whose weights are not published yet
         self._wake = asyncio.Event()
         self.failures: dict[str, int] = {}  # failed rollouts by status, since the start
@@ -45,9 +49,14 @@ class Collector:
         """A lease of so many groups is being trained on: they count as outstanding until `advance`."""
         self._training = num_groups
 
+    def replace(self, num_groups: int) -> None:
+        """So many groups are wanted in place of leased ones that teach nothing."""
+        self._replaced += num_groups
+        self._wake.set()
+
     def advance(self, steps_left: int) -> None:
         """New weights are published: what they were trained on is no longer outstanding."""
-        self._training = 0
+        self._training = self._replaced = 0
         self._steps_left = steps_left
         self._wake.set()
 
@@ -74,7 +83,7 @@ class Collector:
     def _room(self, status: BufferStatus) -> int:
         outstanding = status.backlog + len(status.incomplete) + max(status.leased, self._training)
         allowed = min(self._max_staleness + 1, self._steps_left) * self._groups_per_step
-        return max(0, allowed - outstanding)
+        return max(0, allowed + self._replaced - outstanding)
 
     async def _group(self, index: int, num_rollouts: int, opened: asyncio.Event | None = None) -> None:
         """Run the (missing) rollouts of one group. `opened` is set once the buffer knows the group."""
@@ -89,15 +98,32 @@ class Collector:
         if opened is not None:
             opened.set()
         async with asyncio.TaskGroup() as members:
+            baseline = members.create_task(self._baseline(self._tasks[place], place)) if self._greedy else None
             for member in range(num_rollouts):
-                members.create_task(self._member(self._tasks[place], session, first if member == 0 else None))
+                members.create_task(self._member(self._tasks[place], session, first if member == 0 else None, baseline))
         self._wake.set()
 
-    async def _member(self, task: Task, session: Mapping[str, Any], handle: Any) -> None:
+    async def _baseline(self, task: Task, place: int) -> float | None:
+        """The reward of the task's greedy rollout, never trained on; None when it failed every time."""
+        for _ in range(_MAX_ATTEMPTS):
+            handle = await self._client.new_session(
+                task_id=task_id(task, place), train=False, sampling={"temperature": 0.0}
+            )
+            outcome = await self._pool.run(task, handle.to_json())
+            await self._client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)
+            if outcome.reward is not None:
+                return outcome.reward.total
+        return None
+
+    async def _member(
+        self, task: Task, session: Mapping[str, Any], handle: Any, baseline: asyncio.Task[float | None] | None
+    ) -> None:
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             if handle is None:
                 handle = await self._client.new_session(**session)
             outcome = await self._pool.run(task, handle.to_json())
+            if baseline is not None and outcome.reward is not None:
+                outcome = _over_greedy(outcome.reward, await baseline)
             if outcome.status == "interrupted" and attempt == _MAX_ATTEMPTS:
                 outcome = Outcome(status="error", error=outcome.error)
             if outcome.status != "completed":
@@ -112,6 +138,12 @@ class Collector:
         """The task of the index-th group: every epoch is a permutation of its own, the same after a resume."""
         epoch, place = divmod(index, len(self._tasks))
         return int(np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))[place])
+
+
+def _over_greedy(reward: Reward, baseline: float | None) -> Outcome:
+    if baseline is None:
+        return Outcome(status="error", error="the task's greedy rollout, the baseline of remax, failed")
+    return Outcome(status="completed", reward=replace(reward, calls={**reward.calls, GREEDY: baseline}))
 
 
 def _index(group_id: str) -> int:

@@ -9,11 +9,12 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rlagent.alarm_rules import DEFAULT_ALARMS, AlarmRule
 from rlagent.buffer.config import BufferConfig
 from rlagent.engine.config import EngineConfig
 from rlagent.errors import ConfigError
@@ -66,6 +67,16 @@ class EvalConfig(BaseModel):
     success_threshold: float = Field(1.0, description="a rollout succeeded when its total reward reaches this")
 
 
+class TrackConfig(BaseModel):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensorboard: bool = Field(False, description="event files in the run directory; extra `tensorboard`")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; extra `wandb`")
+    wandb_mode: Literal["online", "offline"] = "online"
+
+
 class Config(BaseModel):
     """Everything a run is determined by."""
 
@@ -83,6 +94,8 @@ class Config(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    alarms: tuple[AlarmRule, ...] = DEFAULT_ALARMS
 
     @model_validator(mode="after")
     def _trained_sampling_is_exact(self) -> "Config":
@@ -240,6 +253,8 @@ def _explain(item: Any) -> str:
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Config
     for part in loc[:-1]:
+        if isinstance(part, int):  # a place in a list of tables; the model is that of its items
+            continue
         annotation = model.model_fields[str(part)].annotation
         candidates = [annotation, *get_args(annotation)]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
@@ -248,7 +263,11 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_none(value) if isinstance(value, dict) else value
+        key: _without_none(value)
+        if isinstance(value, dict)
+        else [_without_none(item) if isinstance(item, dict) else item for item in value]
+        if isinstance(value, list)
+        else value
         for key, value in tree.items()
         if value is not None
     }

@@ -46,6 +46,10 @@ class Display:
         """Say what the run is doing now."""
         self._state = text
 
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
     def evaluated(self, step: int, success: float, reward: float, num_tasks: int) -> None:
         """An evaluation ended."""
         self._success = success

@@ -52,6 +52,10 @@ class Terminated(RlagentError):
     """The run was asked to end (SIGTERM), and ended with a checkpoint."""
 
 
+class AlarmError(RlagentError):
+    """An alarm whose action is to stop the run has fired."""
+
+
 class CheckpointError(RlagentError):
     """A checkpoint is torn, of another model, or of another run."""
 

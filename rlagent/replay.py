@@ -41,6 +41,10 @@ class Replayed:
 async def replay(config: Config, recorded: Path) -> Replayed:
     """Train on the recorded batches in order, from the model directory on; writes metrics and the model to config.run.dir."""
     before = {record["step"]: record for record in RunDirectory(recorded).read_metrics()}
+    if config.learner.batch.refill:
+        raise LoadError(
+            "a run with learner.batch.refill takes several recorded batches a step, which a replay does not; set it to 0"
+        )
     run = RunDirectory.create(config)
     async with recorded_buffer(recorded) as buffer, LocalRanks(rank_spec(config), run.logs) as ranks:
         run.begin(config)

@@ -18,7 +18,7 @@ from rlagent.errors import ConfigError
 
 # Settings that may differ between a run and its resume: they change how, not what, is learned.
 _FREE_ON_RESUME: Final = ("run.steps", "run.dir", "eval.", "checkpoint.", "router.", "engine.", "rollout.workers",
-                          "rollout.concurrency", "rollout.timeout_s", "buffer.path", "buffer.url", "learner.threads",
+                          "rollout.concurrency", "rollout.timeout_s", "buffer.path", "buffer.url", "learner.threads", "alarms", "track.",
                           "parallel.")  # fmt: skip
 
 
@@ -32,6 +32,7 @@ class RunDirectory:
         self.snapshots = path / "snapshots"
         self.model = path / "model"
         self.metrics = path / "metrics.jsonl"
+        self.alarms = path / "alarms.jsonl"
         self.reward_plot = path / "reward.png"
         self.config = path / "config.toml"
 

@@ -16,21 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from rlagent.alarms import Alarms
 from rlagent.client import RouterClient
 from rlagent.collect import Collector
 from rlagent.config import Config
 from rlagent.display import Display
 from rlagent.errors import ConfigError, RlagentError, Terminated
 from rlagent.evaluate import evaluate
+from rlagent.gather import gather
 from rlagent.launch.local import LocalRanks, RankSpec, free_port
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.launch.serve_child import serving
 from rlagent.plot import plot_reward
 from rlagent.rollout import Task, read_tasks
 from rlagent.run_directory import RunDirectory
+from rlagent.track import trackers
 from rlagent.trainer.batch import pack
 from rlagent.trainer.metrics import data_metrics
-from rlagent.types import Lease
+from rlagent.trainer.teacher import with_teacher
+from rlagent.types import Batch, Lease
 
 _LEASE_POLL_S: Final = 20.0  # one long poll for a batch; between polls the display says what is awaited
 
@@ -110,6 +114,8 @@ class Loop:
         self._display = display
         self._terminated = terminated
         self._position = Position()
+        self._alarms = Alarms(config.alarms, run.alarms, display.say, run.read_metrics())
+        self._trackers = trackers(config.track, run.path)
         self._saving = False  # a checkpoint is being written beside the steps
         self._collector: Collector | None = None
 
@@ -157,19 +163,23 @@ class Loop:
     async def _step(self) -> None:
         watch, start = Stopwatch(), time.perf_counter()
         with watch.stage("rollout"):
-            lease = await self._lease()
-        if lease is None:
+            gathered = await gather(
+                self._lease, self._config.learner.batch.groups, refill=self._config.learner.batch.refill,
+                dropped=self._make_room,
+            )  # fmt: skip
+        if gathered is None:
             return
         await self._finish_save(wait=False)
-        packed = pack(lease.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
+        packed = pack(gathered.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context(),
                       version=self._position.version)  # fmt: skip
-        metrics: dict[str, Any] = data_metrics(lease.groups, packed.batch, version=self._position.version)
+        metrics: dict[str, Any] = data_metrics(gathered.groups, packed.batch, version=self._position.version)
         self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
         if packed.batch.num_sampled and self._ranks is not None:
             with watch.stage("train"):
-                metrics |= await self._ranks.call("train_step", packed.batch)
-        self._position.cursor = await self._client.consume(lease.lease_id, step=self._position.step)
+                metrics |= await self._ranks.call("train_step", await self._taught(packed.batch))
+        for lease in gathered.leases:
+            self._position.cursor = await self._client.consume(lease.lease_id, step=self._position.step)
         self._position.step += 1
         last = self._position.step == self._config.run.steps
         with watch.stage("sync"):
@@ -188,16 +198,29 @@ class Loop:
             "time/step_s": elapsed_s,
             "throughput/tokens_per_s": packed.batch.num_tokens / elapsed_s,
             "policy/version": self._position.version,
+            **({"data/groups_left_out": gathered.num_flat} if self._config.learner.batch.refill else {}),
             **{f"data/dropped_{reason}": count for reason, count in packed.dropped.items()},
             **({} if self._collector is None else {f"rollout/{k}": n for k, n in self._collector.failures.items()}),
         }
         self._run.write_metrics(self._position.step, metrics)
         self._display.stepped({"step": self._position.step, **metrics})
+        for tracker in self._trackers:
+            tracker(self._position.step, metrics)
+        await self._alarms.show({"step": self._position.step, **metrics})
 
-    async def _lease(self) -> Lease | None:
-        """A batch, however long it takes; None when the run is to end first."""
+    async def _taught(self, batch: Batch) -> Batch:
+        """The batch with its teacher's logprobs, where it is distilled from one."""
+        learner = self._config.learner
+        return await with_teacher(batch, learner.teacher) if learner.loss.name == "opd" else batch
+
+    def _make_room(self, num_groups: int) -> None:
+        if self._collector is not None:
+            self._collector.replace(num_groups)
+
+    async def _lease(self, num_groups: int) -> Lease | None:
+        """A batch of so many groups, however long it takes; None when the run is to end first."""
         terminated = asyncio.create_task(self._terminated.wait())
-        leasing = asyncio.create_task(self._lease_batch())
+        leasing = asyncio.create_task(self._lease_batch(num_groups))
         try:
             await asyncio.wait({leasing, terminated}, return_when=asyncio.FIRST_COMPLETED)
             return leasing.result() if leasing.done() else None  # one that is granted still is offered again
@@ -206,11 +229,10 @@ class Loop:
                 task.cancel()
             await asyncio.wait({leasing, terminated})
 
-    async def _lease_batch(self) -> Lease:
-        batch = self._config.learner.batch
+    async def _lease_batch(self, num_groups: int) -> Lease:
         while True:
-            self._display.state(f"step {self._position.step + 1}: waiting for {batch.groups} groups")
-            lease = await self._client.lease(num_groups=batch.groups, step=self._position.step, wait_s=_LEASE_POLL_S)
+            self._display.state(f"step {self._position.step + 1}: waiting for {num_groups} groups")
+            lease = await self._client.lease(num_groups=num_groups, step=self._position.step, wait_s=_LEASE_POLL_S)
             if lease is not None:
                 if self._collector is not None:
                     self._collector.training(len(lease.groups))
@@ -276,6 +298,7 @@ class Loop:
             self._client, pool, tasks, group_size=config.rollout.group_size, groups_per_step=config.learner.batch.groups,
             max_staleness=config.buffer.max_staleness, seed=config.run.seed,
             steps_left=config.run.steps - self._position.step, deadline_s=config.buffer.group_deadline_s,
+            greedy=config.learner.advantage.name == "remax",
         )  # fmt: skip
 
     def _context(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+
+GREEDY: Final = "greedy"
+"""In a reward's `calls` no call, but the task's greedy rollout: its reward is the baseline of ReMax."""
 
 Origin = Literal["extended", "fresh"]
 Delivery = Literal["generating", "committed", "delivered", "orphan"]

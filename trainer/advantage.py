@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rlagent.errors import LearnerError
 from rlagent.loading import load_function
 from rlagent.trainer.config import AdvantageConfig, OverlongConfig
-from rlagent.types import Group, Rollout
+from rlagent.types import GREEDY, Group, Rollout
 
 FloatArray = npt.NDArray[np.float64]
 # (rewards [n], lengths [n]: sampled tokens of each rollout, epsilon) -> advantages [n]
@@ -68,8 +68,6 @@ def preference(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> Floa
 _WHITENED: Final[Mapping[str, Estimator]] = {"reinforce_pp_baseline": dr_grpo}
 _BY_NAME: Final[Mapping[str, Estimator]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo,
                                                "preference": preference, **_WHITENED}  # fmt: skip
-# Under this name the reward of a rollout's `calls` is that of the task's greedy rollout: the baseline of ReMax.
-GREEDY: Final = "greedy"
 
 
 def shaped(rollout: Rollout, config: OverlongConfig) -> Rollout:

@@ -28,7 +28,7 @@ from rlagent.buffer.records import (
 )
 from rlagent.errors import ConflictError, MovedError, NotFoundError, StoreError
 from rlagent.trajectory import CallHead, kept_calls
-from rlagent.types import Call, Delivery, ParentRef, Reward, Session, SessionState
+from rlagent.types import GREEDY, Call, Delivery, ParentRef, Reward, Session, SessionState
 
 # Most sessions that one listing returns: a page, not the database.
 MAX_LISTED: Final = 10_000
@@ -250,7 +250,7 @@ def _need_open(tx: Transaction, session_id: str) -> tuple[Session, int]:
 
 
 def _need_calls(tx: Transaction, session_id: str, reward: Reward) -> None:
-    for call_id in reward.calls:
+    for call_id in reward.calls.keys() - {GREEDY}:
         if tx.row("SELECT 1 FROM calls WHERE call_id = ? AND session_id = ?", call_id, session_id) is None:
             raise NotFoundError(f"session {session_id!r} has no call {call_id!r} to reward")
 

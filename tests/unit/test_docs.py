@@ -31,3 +31,9 @@ def test_every_point_of_recording_has_a_test() -> None:
     points = [int(number) for row in rows for number in re.findall(r"\d+", row.split("|")[1])]
     assert points == list(range(1, 45))
     assert all(TEST.search(row) for row in rows)
+
+
+def test_every_invariant_of_the_learner_has_a_test() -> None:
+    rows = [line for line in (DOCS / "learner.md").read_text().splitlines() if re.match(r"\| \d", line)]
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 26))
+    assert all(TEST.search(row) for row in rows)

@@ -1,0 +1,36 @@
+"""Algorithms that change the loop itself, as a user starts them from their recipes: real processes, made small."""
+
+from pathlib import Path
+
+import demo
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("e2e")]
+RECIPES = demo.ROOT / "examples" / "recipes"
+
+
+def run(recipe: str, directory: Path, *settings: str) -> list[dict[str, float]]:
+    small = [part for setting in (*demo.SMALL, "run.steps=2", *settings) for part in ("--set", setting)]
+    demo.command("train", "--config", str(RECIPES / f"{recipe}.toml"), "--run-dir", str(directory), *small)
+    return [record for record in demo.metrics(directory) if record["step"] > 0]
+
+
+def test_ppo_trains_a_critic_and_resumes_with_it(tmp_path: Path) -> None:
+    records = run("ppo", tmp_path / "run")
+    assert all(record["value/grad_norm"] > 0 for record in records)
+    small = [part for setting in (*demo.SMALL, "run.steps=3") for part in ("--set", setting)]
+    demo.command("train", "--config", str(RECIPES / "ppo.toml"), "--run-dir", str(tmp_path / "run"), *small, "--resume")
+    assert [record["step"] for record in demo.metrics(tmp_path / "run") if record["step"] > 0] == [1, 2, 3]
+
+
+def test_remax_has_a_greedy_rollout_of_every_task(tmp_path: Path) -> None:
+    records = run("remax", tmp_path / "run")
+    assert len(records) == 2
+    assert all(record["data/num_groups"] == 2 for record in records)
+
+
+def test_dynamic_sampling_asks_for_groups_in_place_of_those_without_variance(tmp_path: Path) -> None:
+    records = run("dapo", tmp_path / "run", "buffer.max_staleness=0", "rollout.group_size=2")
+    assert len(records) == 2
+    assert sum(record["data/groups_left_out"] for record in records) > 0
+    assert all(record["reward/groups_without_variance"] == 0 for record in records)

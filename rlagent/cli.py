@@ -5,6 +5,7 @@ Heavy imports stand inside the commands, so that `--help` and `serve` start with
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -37,6 +38,16 @@ RouterOption = Annotated[str, typer.Option("--router", help="Base URL of a runni
 AdminKeyOption = Annotated[
     str | None, typer.Option("--admin-key", envvar="RLAGENT_ADMIN_KEY", help="The router's admin key.")
 ]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the versions and leave.")] = False,
+) -> None:
+    """Nothing but the options of the program itself."""
+    if show_version:
+        version()
+        raise typer.Exit
 
 
 @app.command()
@@ -133,14 +144,23 @@ def train(
             replay, {"run.dir": run_dir}, settings or [], needless=(config, model, rollout_function_path, tasks, router)
         )
         return
-
+    if resume and config is None and run_dir is not None and (run_dir / "config.toml").is_file():
+        config = run_dir / "config.toml"
     resolved = load_config(
         config, settings or (),
         {"model.path": model, "rollout.function": rollout_function_path, "rollout.tasks": tasks, "router.admin_key": admin_key,
          "run.dir": run_dir},
     )  # fmt: skip
     console = Console()
-    run = uvloop.run(run_training(resolved, resume=resume, router_url=router, rollout_only=rollout_only))
+    try:
+        run = uvloop.run(run_training(resolved, resume=resume, router_url=router, rollout_only=rollout_only))
+    except* RlagentError as group:
+        saved = sorted((resolved.run.dir / "checkpoints").glob("step-*"))
+        if saved and not group.subgroup((ConfigError, Terminated)):
+            print(
+                f"{saved[-1]} is saved: `rlagent train --resume --run-dir {resolved.run.dir}` goes on", file=sys.stderr
+            )
+        raise
     console.print(
         f"done: {run.path}: model/, metrics.jsonl, reward.png, buffer.db, checkpoints/", highlight=False, soft_wrap=True
     )
@@ -349,6 +369,11 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """Entry point: errors of the user's making are printed without a traceback."""
+    for descriptor in range(3):  # one that is closed would be given to a socket, which libuv then takes for a terminal
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     try:
         app()
     except* Terminated as group:

@@ -8,6 +8,7 @@ effect. Invariant: every failure is a RouterError that carries the router's own 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -248,7 +249,7 @@ class RouterClient:
         timeout_s: float | None = None,
     ) -> httpx.Response:
         """One request, again after connection errors if it may be repeated. RouterError for every failure."""
-        content = None if body is None else orjson.dumps(body)
+        content = None if body is None else _encoded(body)
         headers = {} if body is None else {"content-type": "application/json"}
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
         for pause in (*(RETRY_PAUSES_S if repeat else ()), None):
@@ -266,6 +267,17 @@ class RouterClient:
         if response.is_error:
             raise RouterError(f"{method} {self.url}{path}: {response.status_code} {_message(response)}")
         return response
+
+
+def _encoded(body: Json) -> bytes:
+    """JSON; RouterError for a number that has none (orjson would write null, and a reward would be none)."""
+    try:
+        json.dumps(body, allow_nan=False)
+    except ValueError as error:
+        raise RouterError(
+            f"{body!r:.200} holds a number that is not finite; a reward must be a finite number"
+        ) from error
+    return orjson.dumps(body)
 
 
 def _object(response: httpx.Response) -> Json:

@@ -6,7 +6,7 @@ with B groups a step and max_staleness s, at most (s + 1) * B groups exist that 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ class Collector:
 
     def __init__(
         self, client: RouterClient, pool: RolloutPool, tasks: Sequence[Task], *, group_size: int, groups_per_step: int,
-        max_staleness: int, seed: int, steps_left: int, deadline_s: float, greedy: bool = False,
+        max_staleness: int, seed: int, steps_left: int, deadline_s: float, failed: Callable[[str, Outcome], None], greedy: bool = False,
     ) -> None:  # fmt: skip
         self._client = client
         self._pool = pool
@@ -38,12 +38,12 @@ class Collector:
         self._seed = seed
         self._steps_left = steps_left
         self._deadline_s = deadline_s
+        self._failed = failed  # told of each rollout that failed, with its session
         self._greedy = greedy  # one rollout more of each task at temperature 0, whose reward its group's rollouts carry
         self._replaced = 0  # groups of this step's leases that are not trained on
         self._training = 0  # groups leased whose weights are not published yet
         self._wake = asyncio.Event()
         self.failures: dict[str, int] = {}  # failed rollouts by status, since the start
-        self.last_error = ""
 
     def training(self, num_groups: int) -> None:
         """A lease of so many groups is being trained on: they count as outstanding until `advance`."""
@@ -128,7 +128,7 @@ class Collector:
                 outcome = Outcome(status="error", error=outcome.error)
             if outcome.status != "completed":
                 self.failures[outcome.status] = self.failures.get(outcome.status, 0) + 1
-                self.last_error = outcome.error
+                self._failed(handle.session_id, outcome)
             await self._client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)
             if outcome.status != "interrupted":
                 return

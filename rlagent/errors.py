@@ -64,6 +64,10 @@ class SandboxError(RlagentError):
     """A sandbox could not be made, or an operation on it is not allowed."""
 
 
+class RequestError(StoreError):
+    """What was asked of the data buffer makes no sense by itself; asking again does not help."""
+
+
 class ConflictError(StoreError):
     """The data buffer refused a change because of what it holds (a sealed session, a used key, an ended lease)."""
 

@@ -19,6 +19,11 @@ class Gathered:
     groups: tuple[Group, ...]
     num_flat: int  # groups that were left out
 
+    @property
+    def lags(self) -> dict[int, int]:
+        """By version of a token, how many publishes it lags behind."""
+        return {version: lag for lease in self.leases for version, lag in lease.lags.items()}
+
 
 def has_variance(group: Group) -> bool:
     """Whether its rollouts' rewards differ (a bundle of ungrouped ones is compared with the batch, and counts as such)."""

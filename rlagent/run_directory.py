@@ -35,6 +35,7 @@ class RunDirectory:
         self.alarms = path / "alarms.jsonl"
         self.reward_plot = path / "reward.png"
         self.config = path / "config.toml"
+        self.failures = self.logs / "failed_rollouts.log"
 
     @classmethod
     def create(cls, config: Config) -> "RunDirectory":
@@ -43,7 +44,7 @@ class RunDirectory:
         if run.config.exists():
             raise ConfigError(
                 f"run directory {str(run.path)!r} holds a run already; go on with it by --resume, or name another by "
-                "--set run.dir=DIR"
+                "--run-dir DIR"
             )
         run._make()
         return run
@@ -63,14 +64,19 @@ class RunDirectory:
             lines = "\n".join(f"  {name}: {before.get(name)!r} in the run, {now[name]!r} now" for name in changed)
             raise ConfigError(
                 f"run directory {str(run.path)!r} is of another config; resume with the same settings, or start anew by "
-                f"--set run.dir=DIR\n{lines}"
+                f"--run-dir DIR\n{lines}"
             )
         run._make()
         return run
 
     def _make(self) -> None:
-        for directory in (self.path, self.logs, self.checkpoints, self.snapshots):
-            directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for directory in (self.path, self.logs, self.checkpoints, self.snapshots):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {str(self.path)!r} cannot be made: {error}; name another by --run-dir DIR"
+            ) from error
 
     def begin(self, config: Config) -> None:
         """Write the resolved config: from now on the directory holds a run. A start that failed before leaves none."""
@@ -92,9 +98,15 @@ class RunDirectory:
         """Delete all but the newest `keep` checkpoints, and all snapshots but those named."""
         for old in sorted(self.checkpoints.glob("step-" + "[0-9]" * 6))[:-keep]:
             shutil.rmtree(old)
+        kept = {snapshot.absolute() for snapshot in snapshots}
         for directory in self.snapshots.iterdir():
-            if directory not in snapshots:
+            if directory.absolute() not in kept:
                 shutil.rmtree(directory)
+
+    def write_failure(self, session_id: str, status: str, error: str) -> None:
+        """Append what ended a rollout, with its traceback, to logs/failed_rollouts.log."""
+        with self.failures.open("a", encoding="utf-8") as file:
+            file.write(f"{session_id} {status}\n{error.rstrip()}\n\n")
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl."""

@@ -28,7 +28,7 @@ from rlagent.launch.local import LocalRanks, RankSpec, free_port
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.launch.serve_child import serving
 from rlagent.plot import plot_reward
-from rlagent.rollout import Task, read_tasks
+from rlagent.rollout import Outcome, Task, read_tasks
 from rlagent.run_directory import RunDirectory
 from rlagent.track import trackers
 from rlagent.trainer.batch import pack
@@ -118,6 +118,7 @@ class Loop:
         self._trackers = trackers(config.track, run.path)
         self._saving = False  # a checkpoint is being written beside the steps
         self._collector: Collector | None = None
+        self._failed_before = False
 
     async def restore(self, *, resume: bool) -> None:
         """Bring learner, buffer and engines to one state: the newest checkpoint's, or the model directory's."""
@@ -173,7 +174,7 @@ class Loop:
         packed = pack(gathered.groups, advantage=self._config.learner.advantage, loss=self._config.learner.loss,
                       max_row_tokens=self._config.learner.batch.max_row_tokens or self._context(),
                       version=self._position.version)  # fmt: skip
-        metrics: dict[str, Any] = data_metrics(gathered.groups, packed.batch, version=self._position.version)
+        metrics: dict[str, Any] = data_metrics(gathered.groups, packed.batch, lags=gathered.lags)
         self._display.state(f"step {self._position.step + 1}: training on {packed.batch.num_tokens} tokens")
         if packed.batch.num_sampled and self._ranks is not None:
             with watch.stage("train"):
@@ -237,6 +238,17 @@ class Loop:
                 if self._collector is not None:
                     self._collector.training(len(lease.groups))
                 return lease
+            await self._say_what_is_awaited()
+
+    async def _say_what_is_awaited(self) -> None:
+        """A wait that is longer than one poll is explained: agents that do not come, or engines that are down."""
+        status, policy = await self._client.status(), await self._client.policy()
+        failed = "" if self._collector is None else ", ".join(f"{n} {k}" for k, n in self._collector.failures.items())
+        engines = ", ".join(f"{engine['url']} {engine['state']}" for engine in policy["engines"])
+        self._display.console.print(
+            f"waiting for {self._config.learner.batch.groups} groups: {status.backlog} are complete, {len(status.incomplete)} "
+            f"under way; engines: {engines}" + (f"; failed rollouts: {failed}" if failed else ""), highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
     async def _publish(self, *, parent: int, same_weights: bool = False) -> None:
         """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
@@ -292,13 +304,24 @@ class Loop:
             self._run.write_metrics(0, metrics)
         return metrics
 
+    def _rollout_failed(self, session_id: str, outcome: Outcome) -> None:
+        """The first failure is shown, all of them are kept."""
+        self._run.write_failure(session_id, outcome.status, outcome.error)
+        if not self._failed_before:
+            self._failed_before = True
+            last = (outcome.error.strip().splitlines() or ["no reason was given"])[-1]
+            self._display.console.print(
+                f"a rollout failed ({outcome.status}): {last}; it counts as failed, and this and later ones are in "
+                f"{self._run.failures}", highlight=False, soft_wrap=True, markup=False,
+            )  # fmt: skip
+
     def _make_collector(self, pool: RolloutPool, tasks: list[Task]) -> Collector:
         config = self._config
         return Collector(
             self._client, pool, tasks, group_size=config.rollout.group_size, groups_per_step=config.learner.batch.groups,
             max_staleness=config.buffer.max_staleness, seed=config.run.seed,
             steps_left=config.run.steps - self._position.step, deadline_s=config.buffer.group_deadline_s,
-            greedy=config.learner.advantage.name == "remax",
+            failed=self._rollout_failed, greedy=config.learner.advantage.name == "remax",
         )  # fmt: skip
 
     def _context(self) -> int:

@@ -214,6 +214,7 @@ class Lease:
     groups: tuple[Group, ...]
     expires_at: float  # unix seconds
     redelivered: bool = False  # consumed before, by a step that the restored checkpoint does not hold
+    lags: Mapping[int, int] = field(default_factory=dict)  # by version of a token, how many publishes it lags behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from rlagent.errors import RouterError
 from rlagent.types import Group, Lease, Reward, Rollout, Trajectory
 
 CONTENT_TYPE: Final = "application/vnd.rlagent.lease+safetensors"
-FORMAT: Final = "rlagent-lease-1"
+FORMAT: Final = "rlagent-lease-2"
 # Every per-token array of a Trajectory, in its order, with its dtype. row_offsets [rows + 1] int64 cuts them into rows.
 ARRAYS: Final[Mapping[str, type[np.generic]]] = {
     "token_ids": np.int32,
@@ -49,6 +49,7 @@ def encode_lease(lease: Lease) -> bytes:
         "step": lease.step,
         "expires_at": lease.expires_at,
         "redelivered": lease.redelivered,
+        "lags": [[version, lag] for version, lag in lease.lags.items()],
         "groups": [_group_header(group) for group in lease.groups],
     }
     return safetensors.numpy.save(arrays, metadata={"format": FORMAT, "lease": orjson.dumps(header).decode()})
@@ -72,6 +73,7 @@ def decode_lease(body: bytes) -> Lease:
             step=header["step"],
             expires_at=header["expires_at"],
             redelivered=header["redelivered"],
+            lags={int(version): int(lag) for version, lag in header["lags"]},
             groups=tuple(groups),
         )
         if next(pieces, None) is not None:

@@ -16,6 +16,7 @@ from rlagent.errors import (
     MovedError,
     NotFoundError,
     RecordingError,
+    RequestError,
     RlagentError,
     StoreError,
 )
@@ -80,6 +81,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="not_found", retry=False)
         case MovedError():
             return ApiError(409, str(error), code="session_moved", retry=True)
+        case RequestError():
+            return invalid(str(error))
         case ConflictError():
             return ApiError(409, str(error), code="conflict", retry=False)
         case StoreError():
@@ -98,8 +101,7 @@ def to_api_error(error: Exception) -> ApiError:
                 code="recording_failed",
                 retry=False,
             )
-        case EngineError():
-            return ApiError(500, str(error), kind="server_error", code="engine_failed", retry=False)
         case RlagentError():
-            return ApiError(500, str(error), kind="server_error", code="internal", retry=False)
+            code = "engine_failed" if isinstance(error, EngineError) else "internal"
+            return ApiError(500, str(error), kind="server_error", code=code, retry=False)
     raise error

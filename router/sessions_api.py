@@ -90,7 +90,7 @@ class SessionsApi:
     async def open(self, request: web.Request) -> web.Response:
         """A new session with a key of its own."""
         await self._auth.admin(request)
-        body = await _parse(request, OpenBody)
+        body = await _parse(request, OpenBody, empty=True)
         try:
             check_session_sampling(body.sampling)
         except ConfigError as error:
@@ -220,6 +220,11 @@ def parse_body(content: bytes, shape: type[B], *, empty: bool = False) -> B:
         return shape.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
+        field = first["loc"][:1]
+        same = [one for one in error.errors() if one["loc"][:1] == field]
+        if len(same) > 1:  # none of a union's forms fits
+            words = " or ".join(dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in same))
+            raise invalid(f"{field[0]}: {first['input']!r:.200} is not {words}", str(field[0])) from error
         name = ".".join(str(part) for part in first["loc"]) or "the body"
         known = ", ".join(shape.model_fields)
         hint = f"; known fields: {known}" if first["type"] == "extra_forbidden" else ""

@@ -60,8 +60,8 @@ def _mismatch(stats: Mapping[str, SupportsFloat], prefix: str, count: int) -> di
     return found
 
 
-def data_metrics(groups: Sequence[Group], batch: Batch, *, version: int | None = None) -> dict[str, float]:
-    """What a batch is made of. version: the policy the learner stands at; lag counts versions (publishes, off a resume)."""
+def data_metrics(groups: Sequence[Group], batch: Batch, *, lags: Mapping[int, int] | None = None) -> dict[str, float]:
+    """What a batch is made of. lags: by version, how many publishes lie between it and the policy the learner stands at."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([rollout.reward.total for rollout in rollouts] or [np.nan])
     lengths = np.array([sum(int(row.loss_mask.sum()) for row in r.rows) for r in rollouts] or [0])
@@ -86,7 +86,7 @@ def data_metrics(groups: Sequence[Group], batch: Batch, *, version: int | None =
     for name in sorted({name for r in rollouts for name in r.reward.components}):
         found[f"reward/component/{name}"] = float(np.mean([r.reward.components.get(name, 0.0) for r in rollouts]))
     sampled = batch.versions[batch.loss_mask]
-    if version is not None and len(sampled):
-        lag = np.maximum(0, version - sampled)
+    if lags is not None and len(sampled):
+        lag = np.array([lags.get(version, 0) for version in sampled.tolist()])
         found["freshness/lag_mean"], found["freshness/lag_max"] = float(lag.mean()), float(lag.max())
     return found

@@ -8,6 +8,7 @@ pair up.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from rlagent.trainer.model.build import PolicyModel, stage_layers
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import Rule, join, rules, shapes, split
 
+_FILE_MODE: Final = 0o666
 MAX_SHARD_BYTES: Final = 5 * 10**9
 """Size at which a new safetensors file is begun; the Hub's own habit."""
 WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -141,6 +143,12 @@ def export(
             yield name, tensor if dtype is None else tensor.to(dtype)
 
 
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
 def _write_shards(named: Iterable[tuple[str, Tensor]], directory: Path) -> None:
     """model.safetensors, or model-00001-of-0000n.safetensors with an index."""
     parts: list[Path] = []
@@ -151,6 +159,7 @@ def _write_shards(named: Iterable[tuple[str, Tensor]], directory: Path) -> None:
     def flush() -> None:
         path = directory / f"part-{len(parts)}.safetensors"
         save_file(pending, path, metadata={"format": "pt"})
+        path.chmod(_FILE_MODE & ~_umask())  # safetensors' own files are for their owner alone
         index.update(dict.fromkeys(pending, len(parts)))
         parts.append(path)
         pending.clear()

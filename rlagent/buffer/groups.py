@@ -15,7 +15,7 @@ from typing import Final
 from rlagent.buffer.config import BufferConfig
 from rlagent.buffer.database import QUEUE, Transaction
 from rlagent.buffer.ledger import count
-from rlagent.errors import ConflictError, StoreError
+from rlagent.errors import ConflictError, RequestError
 from rlagent.types import Session
 
 # Statuses that leave a group's slot open for a replacement; any other failure uses its slot up.
@@ -29,13 +29,13 @@ def join(tx: Transaction, session: Session, config: BufferConfig) -> None:
     if not session.train or session.group_id is None:
         return
     if session.group_id.startswith(BUNDLE_PREFIX):
-        raise StoreError(
+        raise RequestError(
             f"group id {session.group_id!r}: ids that start with {BUNDLE_PREFIX!r} are the buffer's own; use another"
         )
     found = tx.row("SELECT state, size FROM units WHERE unit_id = ?", session.group_id)
     if found is None:
         if session.group_size is None or session.group_size < 1:
-            raise StoreError(f"group {session.group_id!r} is new: its first session must give group_size >= 1")
+            raise RequestError(f"group {session.group_id!r} is new: its first session must give group_size >= 1")
         deadline = (
             session.deadline_at if session.deadline_at is not None else session.created_at + config.group_deadline_s
         )

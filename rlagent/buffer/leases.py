@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import orjson
 
 from rlagent.buffer import groups, policies, sessions
@@ -163,13 +164,26 @@ def head(tx: Transaction) -> int:
 
 def contents(tx: Transaction, slip: LeaseSlip) -> Lease:
     """The groups of a lease, with their rows. Rows in which nothing is trained are left out."""
+    found = tuple(group(tx, unit_id) for unit_id in slip.unit_ids)
     return Lease(
         lease_id=slip.lease_id,
         step=slip.step,
-        groups=tuple(group(tx, unit_id) for unit_id in slip.unit_ids),
+        groups=found,
+        lags=_lags(tx, found),
         expires_at=slip.expires_at,
         redelivered=slip.redelivered,
     )
+
+
+def _lags(tx: Transaction, found: tuple[Group, ...]) -> dict[int, int]:
+    """How far behind the current version the tokens' versions are."""
+    current, lookup = policies.current(tx), policies.lookup_in(tx)
+    rows_of = (row for one in found for rollout in one.rollouts for row in rollout.rows)
+    versions = {int(version) for row in rows_of for version in np.unique(row.versions[row.loss_mask])}
+    if current is None:
+        return {}
+    lags = {version: policies.lag(version, current.version, lookup) for version in sorted(versions)}
+    return {version: lag for version, lag in lags.items() if lag is not None}
 
 
 def group(tx: Transaction, unit_id: str) -> Group:

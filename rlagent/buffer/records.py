@@ -15,7 +15,7 @@ import orjson
 
 from rlagent.buffer.blobs import pack, pack_arrays, unpack, unpack_arrays
 from rlagent.buffer.database import Row, Value
-from rlagent.errors import StoreError
+from rlagent.errors import RequestError, StoreError
 from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
 
 SESSION_COLUMNS: Final = (
@@ -76,12 +76,12 @@ def decode_session(row: Row) -> Session:
 
 
 def encode_reward(reward: Reward | None) -> str | None:
-    """JSON of a reward; StoreError for a number that is not finite."""
+    """JSON of a reward; RequestError for a number that is not finite."""
     if reward is None:
         return None
     for name, number in (*reward.components.items(), *reward.calls.items()):
         if not math.isfinite(number):
-            raise StoreError(f"reward {name!r} is {number}; a reward must be a finite number")
+            raise RequestError(f"reward {name!r} is {number}; a reward must be a finite number")
     return _dumps({"components": dict(reward.components), "calls": dict(reward.calls)}, "reward")
 
 

@@ -126,7 +126,7 @@ def finish(
 
     The same body again gives the same answer; another is a ConflictError. Second: whether a unit became ready.
     """
-    body = f"{status} {encode_reward(reward)}"
+    body = f"{status} {encode_reward(None if reward is None else _sorted(reward))}"
     session, _ = _need(tx, session_id)
     if session.state != "open":
         found = tx.row("SELECT finish FROM sessions WHERE session_id = ?", session_id)
@@ -141,6 +141,11 @@ def finish(
         session = replace(session, reward=replace(reward, calls={**calls, **reward.calls}))
     state: SessionState = "sealed" if status == "completed" else "failed"
     return seal(tx, session, state=state, status=status, now=now, config=config, body=body)
+
+
+def _sorted(reward: Reward) -> Reward:
+    """The same reward, whatever the order in which its names were given."""
+    return Reward(components=dict(sorted(reward.components.items())), calls=dict(sorted(reward.calls.items())))
 
 
 def seal(

@@ -113,3 +113,26 @@ def test_a_router_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_export_of_nothing(tmp_path: Path) -> None:
     refused("export", str(tmp_path), "--out", str(tmp_path / "out"), words=("run directory",))
+
+
+def test_why_rollouts_fail_is_shown_once_and_kept(tmp_path: Path) -> None:
+    function = tmp_path / "raises.py"
+    function.write_text("async def rollout(task, session):\n    raise ValueError('my own bug')\n")
+    run = tmp_path / "run"
+    command = demo.train_command(
+        run, "run.steps=1", "buffer.min_group_rollouts=2", options=("--rollout-function-path", f"{function}:rollout")
+    )
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=demo.environ()
+    ) as process:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "rollout failed" in line)
+        process.kill()
+    assert "ValueError: my own bug" in said
+    assert "Traceback" in (run / "logs" / "failed_rollouts.log").read_text()
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = demo.command("train", "--config", str(demo.CONFIG), "--run-dir", str(tmp_path / "file"), code=1)
+    assert "cannot be made" in said

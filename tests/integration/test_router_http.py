@@ -428,7 +428,24 @@ async def test_a_reward_that_is_no_finite_number_is_400(tmp_path: Path, reward: 
         for action in ("reward", "finish"):
             response = await r.http.post(f"/sessions/{session_id}/{action}", content=f'{{"reward": {reward}}}')
             assert (response.status_code, error_of(response)["param"]) == (400, "reward")
+            assert error_of(response)["message"].startswith("reward")
         assert (await r.admin.session(session_id))["state"] == "open"
+
+
+async def test_our_own_client_sends_no_reward_that_json_cannot_hold(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("ok"))) as r:
+        session_id = (await r.chat()).headers["x-rlagent-session"]
+        with pytest.raises(RouterError, match="finite"):
+            await r.admin.finish(session_id, reward=math.nan)
+        assert (await r.admin.session(session_id))["state"] == "open"
+
+
+async def test_sessions_open_without_a_body_and_new_groups_need_a_size(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("ok"))) as r:
+        assert (await r.http.post("/sessions")).json()["session_id"]
+        response = await r.http.post("/sessions", json={"group_id": "g"})
+        assert (response.status_code, response.headers["x-should-retry"]) == (400, "false")
+        assert "group_size" in error_of(response)["message"]
 
 
 async def test_a_sessions_key_reads_and_calls_its_own_session_only(tmp_path: Path) -> None:

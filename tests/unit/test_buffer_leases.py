@@ -331,3 +331,17 @@ async def test_what_was_consumed_can_be_read_again(buffer: Buffer) -> None:
     lease, _ = await take(buffer)  # batch 2 again, in its old extent
     await buffer.consume(lease.lease_id, step=1)
     assert [(one.number, one.batch) for one in await buffer.lineage()] == [(1, 1), (3, 2)]
+
+
+async def test_a_lease_says_how_far_its_versions_lag(place: Place, clock: Clock) -> None:
+    """Numbers may be further apart than publishes: a publish of the same weights adds no lag."""
+    buffer = await opened(place, clock, max_staleness=5)
+    await add(buffer, "old", version=0)
+    for same in (False, True, True):
+        current = buffer.policy().version
+        publish = await buffer.begin_publish(step=1, parent=current, same_weights=same)
+        await buffer.commit_publish(publish.publish_id, checksum="", snapshot=None)
+    await add(buffer, "new", version=3)
+    lease, _ = await take(buffer, 2)
+    assert lease.lags == {0: 1, 3: 0}
+    await buffer.close()

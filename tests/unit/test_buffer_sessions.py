@@ -111,6 +111,8 @@ async def test_finish_twice(buffer: Buffer) -> None:
     first = await buffer.finish_session("s", status="completed", reward=ONE)
     assert (first.state, first.status, first.sealed_at) == ("sealed", "completed", 10.0)
     assert await buffer.finish_session("s", status="completed", reward=ONE) == first
+    turned = Reward(components=dict(reversed(ONE.components.items())))
+    assert await buffer.finish_session("s", status="completed", reward=turned) == first
     for status, reward in (("completed", None), ("error", ONE), ("completed", Reward(components={"correct": 2.0}))):
         with pytest.raises(ConflictError, match="already finished as 'completed'"):
             await buffer.finish_session("s", status=status, reward=reward)

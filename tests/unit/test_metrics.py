@@ -117,5 +117,7 @@ def test_lag_is_counted_on_sampled_tokens_and_never_negative() -> None:
     batch = packed([group([1.0, 0.0])])  # sampled tokens at 2, 3, 6, 7; -1 where nothing was sampled
     versions = batch.versions.copy()
     versions[batch.loss_mask] = [3, 4, 5, 6]
-    found = data_metrics([group([1.0, 0.0])], replace(batch, versions=versions), version=5)
+    found = data_metrics(
+        [group([1.0, 0.0])], replace(batch, versions=versions), lags={version: 5 - version for version in range(6)}
+    )
     assert (found["freshness/lag_mean"], found["freshness/lag_max"]) == ((2 + 1 + 0 + 0) / 4, 2.0)

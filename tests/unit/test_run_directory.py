@@ -56,12 +56,16 @@ def test_a_torn_last_line_of_the_metrics_is_left_out(tmp_path: Path) -> None:
     assert [record["step"] for record in run.read_metrics()] == [1, 2]
 
 
-def test_prune_keeps_the_newest_checkpoints_and_the_named_snapshots(tmp_path: Path) -> None:
-    run = RunDirectory.create(config(tmp_path / "run"))
+@pytest.mark.parametrize("place", ["relative", "absolute"])
+def test_prune_keeps_the_newest_checkpoints_and_the_named_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create(config(Path("run") if place == "relative" else tmp_path / "run"))
     for step in (1, 2, 10):
         run.checkpoint(step).mkdir()
         run.snapshot(step).mkdir()
-    run.prune(keep=2, snapshots={run.snapshot(10)})
+    run.prune(keep=2, snapshots={run.snapshot(10).absolute()})  # as the buffer names it
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000002", "step-000010"]
     assert [path.name for path in run.snapshots.iterdir()] == ["v000010"]
     assert run.newest_checkpoint() == run.checkpoint(10)

@@ -95,7 +95,9 @@ def example() -> Lease:
         reward=1.0,
     )
     rollout = Rollout(rollout_id="r", task_id=None, reward=Reward(components={"a": 1.0}), rows=(row, row))
-    return Lease(lease_id="l", step=3, groups=(Group(group_id="g", rollouts=(rollout,)),), expires_at=9.0)
+    return Lease(
+        lease_id="l", step=3, groups=(Group(group_id="g", rollouts=(rollout,)),), expires_at=9.0, lags={3: 0, 1: 2}
+    )
 
 
 def rebuilt(change: Callable[[dict[str, np.ndarray], dict[str, str]], None]) -> bytes:

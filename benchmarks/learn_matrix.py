@@ -1,6 +1,6 @@
 """The demo learns with each of some algorithms: held-out success before and after, as a table. `make learn-matrix`.
 
-    python benchmarks/learn_matrix.py [--recipes grpo rloo ppo cispo gspo --steps 24 --out docs/learn_matrix.md --runs runs/learn-matrix]
+    python benchmarks/learn_matrix.py [--recipes grpo rloo ppo cispo gspo --steps 16 --out docs/learn_matrix.md --runs runs/learn-matrix]
 
 Each is `rlagent train` with examples/recipes/NAME.toml; a run that is done already is read, not trained again. Not part of CI.
 """
@@ -57,7 +57,7 @@ def main() -> None:
     """Train all, then write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipes", nargs="+", default=list(DEFAULT))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--runs", type=Path, default=Path("runs/learn-matrix"))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learn_matrix.md")
@@ -66,13 +66,13 @@ def main() -> None:
         "# The demo learns with each of these",
         "",
         f"Made by `make learn-matrix` on {machine()}; the recipes of examples/recipes/, seed 0, everything else the demo's.",
-        "Success is on the demo's held-out tasks, before the first and after the last step; reward is the mean of a step's rollouts.",
+        "Success is on the first 48 of the demo's held-out tasks (`eval.num_tasks=48`), before the first and after the last step; reward is the mean of a step's rollouts.",
         "",
         "| recipe | steps | success before | after | reward at the first step | at the last | other settings |",
         "|---|---|---|---|---|---|---|",
     ]
     for recipe in args.recipes:
-        train(recipe, args.runs / recipe, [f"run.steps={args.steps}", *args.settings])
+        train(recipe, args.runs / recipe, [f"run.steps={args.steps}", "eval.num_tasks=48", *args.settings])
         lines.append(row(recipe, args.runs / recipe))
         print(lines[-1], flush=True)
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

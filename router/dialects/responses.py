@@ -107,6 +107,8 @@ def _grammar(body: _Body, tools: tuple[Mapping[str, Any], ...]) -> Grammar | Non
     if choice not in (None, "auto", "none"):
         raise invalid(f"tool_choice is {choice!r}; use 'auto', 'none', 'required' or a function", "tool_choice")
     form = (body.text or {}).get("format") or {}
+    if not isinstance(form, dict):
+        raise invalid("text.format is not an object with a type", "text")
     match form.get("type", "text"):
         case "text":
             return None

@@ -161,6 +161,7 @@ async def test_the_forest_of_texts_survives_a_restart(tmp_path: Path) -> None:
         assert [call["origin"] for call in await calls_of(r)] == ["fresh", "extended"]
 
 
+@pytest.mark.slow
 async def test_an_agent_on_the_embedded_engine_is_recorded_exactly(tmp_path: Path) -> None:
     async with serving(
         model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=200),

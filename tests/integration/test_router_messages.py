@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import pydantic
 import pytest
 from fake_engine import Reply
 from router_harness import EOS, MODEL, TOKENIZER, Harness, always, in_turn, router, said
@@ -212,6 +213,20 @@ async def test_a_forced_tool_goes_to_the_engines_grammar_and_is_never_trained(tm
         assert sum(sum(row["loss_mask"]) for row in rows) == 0
 
 
+class Code(pydantic.BaseModel):
+    code: int
+
+
+async def test_a_parsed_answer_and_the_beta_resource(tmp_path: Path) -> None:
+    async with router(tmp_path, in_turn(said('{"code": 7}'), said("ok"))) as r, client_of(r) as client:
+        r.engine.grammar_backend = "xgrammar"
+        found = await client.messages.parse(**ASKED, output_format=Code)
+        assert found.parsed_output == Code(code=7)
+        assert (await client.beta.messages.create(**ASKED, betas=["x"])).content[0].to_dict()["text"] == "ok"
+        assert [call["choices"][0]["trainable"] for call in await calls_of(r)] == [False, True]
+
+
+@pytest.mark.slow
 async def test_an_agent_on_the_embedded_engine_is_recorded_exactly(tmp_path: Path) -> None:
     async with serving(
         model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=200),

@@ -188,6 +188,7 @@ async def test_its_errors_are_the_sdks(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.slow
 async def test_an_agent_on_the_embedded_engine_is_recorded_exactly(tmp_path: Path) -> None:
     async with serving(
         model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=200),

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rlagent.buffer import Buffer
 from rlagent.errors import RlagentError
-from rlagent.router import learner_api, metrics, policy_api
+from rlagent.router import learner_api, metrics, openapi, policy_api
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.balance import Pool
 from rlagent.router.chat_template import TemplateError
@@ -60,6 +60,7 @@ def make_app(parts: Parts) -> web.Application:
     app.add_routes(policy_api.routes(parts.policies, auth))
     app.add_routes(_learner_routes(parts, auth))
     app.add_routes([web.get("/health", _health(parts)), web.get("/metrics", _metrics(parts))])
+    openapi.add_route(app)
     return app
 
 

@@ -214,7 +214,7 @@ def parse_body(content: bytes, shape: type[B], *, empty: bool = False) -> B:
     """A JSON body of a known shape; ApiError names the field. NaN and Infinity are let through to be named."""
     try:
         found = {} if empty and not content.strip() else _loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # too deep is not JSON that we read
         raise invalid(f"the body is not valid JSON: {error}") from error
     try:
         return shape.model_validate(found)

@@ -66,7 +66,8 @@ def main() -> None:
         "# The demo learns with each of these",
         "",
         f"Made by `make learn-matrix` on {machine()}; the recipes of examples/recipes/, seed 0, everything else the demo's.",
-        "Success is on the first 48 of the demo's held-out tasks (`eval.num_tasks=48`), before the first and after the last step; reward is the mean of a step's rollouts.",
+        "Success is on the first 48 of the demo's held-out tasks (`eval.num_tasks=48`), "
+        "before the first and after the last step; reward is the mean of a step's rollouts.",
         "",
         "| recipe | steps | success before | after | reward at the first step | at the last | other settings |",
         "|---|---|---|---|---|---|---|",

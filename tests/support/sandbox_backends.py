@@ -9,6 +9,7 @@ import pytest
 
 from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Backend, Limits
+from rlagent.sandboxes.docker import DockerBackend
 from rlagent.sandboxes.process_backend import ProcessBackend
 
 BWRAP = shutil.which("bwrap")
@@ -30,6 +31,11 @@ TIGHT = Limits(
 def process_backend(kind: str, state: Path) -> Backend:
     """`groups`: limits by control groups where they can be written; `users`: by rlimits, with a user for each sandbox."""
     return ProcessBackend(limits=TIGHT, control_groups=kind == "groups", state_directory=state)
+
+
+def docker_backend(runtime: str, state: Path, engine: Path) -> DockerBackend:
+    """Of the tests' engine."""
+    return DockerBackend(engine=engine, runtime=runtime, limits=TIGHT, state_directory=state)
 
 
 def alive(mark: str) -> list[int]:

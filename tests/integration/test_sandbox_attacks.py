@@ -26,7 +26,8 @@ def engine() -> Iterator[Path]:
 
 
 @pytest.fixture(params=[
-    pytest.param("groups", marks=needs_bwrap), pytest.param("users", marks=needs_bwrap), pytest.param("runc", marks=pytest.mark.slow), pytest.param("runsc", marks=pytest.mark.slow),
+    pytest.param("groups", marks=needs_bwrap), pytest.param("users", marks=needs_bwrap),
+    pytest.param("runc", marks=pytest.mark.slow), pytest.param("runsc", marks=pytest.mark.slow),
 ])  # fmt: skip
 async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
     with tempfile.TemporaryDirectory() as directory:  # pytest's own directories are closed to other users

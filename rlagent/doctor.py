@@ -73,10 +73,30 @@ def examine(model_dir: Path) -> list[Finding]:
             ("reasoning kept (router.reasoning = all)", False, lambda: patient.thinking("all", tools=True)),
         ]
     checks.append(("reasoning of earlier questions", False, lambda: patient.thinking("template", tools=False)))
-    findings = [_check(name, core, work) for name, core, work in checks]
+    findings = [_family(renderer), *(_check(name, core, work) for name, core, work in checks)]
     if not takes_tools:
         findings.append(Finding(name="tools", verdict="note", detail="the template does not show tools to the model"))
     return findings
+
+
+def _family(renderer: Renderer) -> Finding:
+    """Which parser reads the answers, and how the template takes tool calls."""
+    if not renderer.family_known:
+        detail = "not known by its marks: answers are served as text and tool calls are not read; set router.family"
+        return Finding(name="the model family", verdict="note", detail=detail)
+    form = renderer.message_form
+    wants = [
+        name
+        for name, wanted in (
+            ("arguments as text", form.arguments_as_text),
+            ("no content beside calls", form.null_content),
+            ("call ids of nine characters", form.short_ids),
+        )
+        if wanted
+    ]
+    calls = "prints no earlier tool calls" if not form.shows_calls else f"takes {', '.join(wants)}" if wants else ""
+    detail = f"{renderer.output_form.name}" + (f"; the template {calls}" if calls else "")
+    return Finding(name="the model family", verdict="ok", detail=detail)
 
 
 def _check(name: str, core: bool, work: Callable[[], str]) -> Finding:

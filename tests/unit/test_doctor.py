@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from templates import GLM_TOKENS, GOLDEN, MODEL, tokenizer
+from templates import FAMILY_TOKENS, GLM_TOKENS, GOLDEN, MODEL, eos_of, tokenizer
 
 from rlagent.doctor import Finding, examine, proven
 from rlagent.errors import LoadError
@@ -39,7 +39,8 @@ def test_the_demos_template_is_proven_in_every_check() -> None:
     findings = examine(MODEL)
     assert proven(findings)
     assert {finding.verdict for finding in findings} == {"ok"}
-    assert len(findings) == 11
+    assert len(findings) == 12
+    assert named(findings)["the model family"].detail == "hermes"
 
 
 def test_a_template_that_drops_reasoning_is_proven_and_says_so(tmp_path: Path) -> None:
@@ -85,6 +86,43 @@ def test_a_stop_token_that_opens_the_next_turn_is_understood(tmp_path: Path) -> 
     findings = named(examine(directory))
     assert findings["the stop token"].verdict == "ok"
     assert findings["a chat of three turns"].verdict == "ok"
+
+
+def family_model(directory: Path, family: str) -> Path:
+    source = (GOLDEN / f"{family}.jinja").read_text()
+    return model_of(directory, source, eos=eos_of(family), special=FAMILY_TOKENS[family])
+
+
+def test_a_llama_template_is_proven_with_its_tools(tmp_path: Path) -> None:
+    findings = examine(family_model(tmp_path / "m", "llama3_like"))
+    assert proven(findings)
+    assert named(findings)["a tool loop"].verdict == "ok"
+    assert named(findings)["the model family"].detail == "llama3"
+    assert "one tool call at a time" in named(findings)["two tool calls at once"].detail
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("mistral_like", "mistral; the template takes call ids of nine characters"),
+        ("deepseek_like", "deepseek; the template takes arguments as text, no content beside calls"),
+        ("harmony_like", "harmony"),
+    ],
+)
+def test_a_family_whose_turns_hang_on_their_calls_is_named_and_not_called_proven_for_tools(
+    tmp_path: Path, family: str, form: str
+) -> None:
+    """Its prompts are right: turns with calls are rendered in full."""
+    findings = named(examine(family_model(tmp_path / "m", family)))
+    assert findings["the model family"].detail == form
+    assert findings.get("a tool loop") is None or findings["a tool loop"].verdict != "ok"
+
+
+def test_a_template_without_marks_is_said_to_be_unknown(tmp_path: Path) -> None:
+    plain = CHATML.replace("<|im_start|>", "[[").replace("<|im_end|>", "]]")
+    finding = named(examine(model_of(tmp_path / "m", plain, eos="]]", special=("[[", "]]"))))["the model family"]
+    assert finding.verdict == "note"
+    assert "router.family" in finding.detail
 
 
 def test_the_command_prints_and_exits_by_its_verdict(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ MAX_PENDING: Final = 65_536
 # Transactions in one commit: bounds how long the first caller of a burst waits for the last one.
 MAX_GROUP: Final = 512
 # How often a commit is tried that a deadlock or a lost connection undid.
-MAX_TRIES: Final = 5
+MAX_TRIES: Final = 10
 
 
 @dataclass(slots=True)
@@ -142,13 +142,14 @@ class Store:
     def _commit(self, group: Sequence[_Pending]) -> None:
         """One commit of all, tried again while that can help and cannot do anything twice."""
         step = self._hopeful_step if self.database.remote else self._step
-        tries = 0
+        tries, deadlocked = 0, False
         while True:
             tries += 1
             committing = False
             try:
                 writer = self._writer = self._writer or self.database.connect()
-                writer.begin_write(exclusive=any(pending.exclusive for pending in group))
+                # What a deadlock undid is run again alone, so that two commits do not undo one another for ever.
+                writer.begin_write(exclusive=deadlocked or any(pending.exclusive for pending in group))
                 for pending in group:
                     step(writer, pending)
                 committing = True
@@ -161,6 +162,7 @@ class Store:
                 _fail(group, error)
                 return
             except self.database.error as error:
+                deadlocked = deadlocked or writer.retryable(error)
                 again = writer.retryable(error) or (writer.lost and not committing)
                 failure = self._failure(error, uncertain=writer.lost and committing)
                 self._undo(writer)

@@ -5,6 +5,7 @@ Entering the backend finds out once what this machine allows; `enforced` tells i
 
 import asyncio
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _KIND: Final = "process"
 # Users that belong to nobody: above what distributions give to users and their subordinate ranges, below 2**31.
 _FIRST_USER: Final = 1_600_000_000
 _USERS_AN_OWNER: Final = 65536
+_NUM_OWNERS: Final = 8000  # ranges of so many users below 2**31: the kernel counts a user's processes over all owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ class ProcessBackend:
         self._owner: Owner | None = None
         self._launcher = Launcher()
         self._numbers = count()
+        self._first_user = _FIRST_USER + secrets.randbelow(_NUM_OWNERS) * _USERS_AN_OWNER
         self._open: set[ProcessSandbox] = set()
         self._layers: dict[str, tuple[Path, ...]] = {}
 
@@ -141,7 +144,7 @@ class ProcessBackend:
             raise SandboxError(f"snapshot {snapshot.name!r} is not of this backend, or was deleted")
         number = next(self._numbers)
         layers = self._layers[snapshot.name] if snapshot else ()
-        user = _FIRST_USER + number % _USERS_AN_OWNER if self._separate_users else 0
+        user = self._first_user + number % _USERS_AN_OWNER if self._separate_users else 0
         place = owner.directory / f"s{number}"
         home = await Home.make(self._launcher, place, limits=self.limits, mounts=self._mounts, layers=layers, user=user)
         group = None
@@ -185,7 +188,7 @@ class ProcessBackend:
         found = shutil.which("bwrap")
         reason = "is not installed"
         if found is not None:
-            said = await bubblewrap.refusal(found, _FIRST_USER if self._separate_users else 0)
+            said = await bubblewrap.refusal(found, self._first_user if self._separate_users else 0)
             if said is None:
                 return found
             reason = said

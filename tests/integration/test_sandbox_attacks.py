@@ -15,6 +15,8 @@ from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import Backend, Sandbox
 from rlagent.sandboxes.docker import DockerSandbox
 
+WORKER = os.getpid()  # marks the commands of this test process: another one runs the same tests beside it
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Path]:
@@ -54,7 +56,7 @@ def is_gvisor(sandbox: Sandbox) -> bool:
 
 async def test_a_fork_bomb_stops_at_the_limit(sandbox: Sandbox) -> None:
     assert sandbox.enforced["pids"] is not None
-    counted = "i=0; while [ $i -lt 100 ]; do sleep 5000.5 & i=$((i+1)); echo $i; done; wait"
+    counted = f"i=0; while [ $i -lt 100 ]; do sleep 5000.{WORKER} & i=$((i+1)); echo $i; done; wait"
     done = await sandbox.exec(["sh", "-c", counted], timeout_s=10)
     assert not done.ok
     if is_gvisor(sandbox):  # threads of its kernel count too; at the limit it ends as a whole
@@ -62,7 +64,7 @@ async def test_a_fork_bomb_stops_at_the_limit(sandbox: Sandbox) -> None:
     else:
         assert b"fork" in done.stderr.lower()
         assert 1 < int(done.stdout.split()[-1]) <= TIGHT.pids
-    assert alive("5000.5") == []
+    assert alive(f"5000.{WORKER}") == []
     bomb = await sandbox.exec(["sh", "-c", "b() { b | b & b; }; b"], timeout_s=1.5)
     assert not bomb.ok
     assert (await sandbox.exec(["echo", "as before"])).stdout == b"as before\n"
@@ -103,26 +105,26 @@ async def test_an_output_flood_is_cut(sandbox: Sandbox) -> None:
 
 
 async def test_sleeping_past_the_timeout_helps_nobody(sandbox: Sandbox) -> None:
-    deaf = "trap '' TERM INT HUP QUIT; (setsid sleep 6000.5 &); sleep 6000.5; sleep 6000.5"
+    deaf = f"trap '' TERM INT HUP QUIT; (setsid sleep 6000.{WORKER} &); sleep 6000.{WORKER}; sleep 6000.{WORKER}"
     done = await sandbox.exec(["sh", "-c", deaf], timeout_s=1)
     assert (done.timed_out, done.exit_code, done.signal) == (True, None, 9)
-    assert alive("6000.5") == []
+    assert alive(f"6000.{WORKER}") == []
 
 
 async def test_leftover_processes_are_gone(sandbox: Sandbox) -> None:
-    done = await sandbox.exec(["sh", "-c", "(setsid sleep 7000.5 >/dev/null 2>&1 &) ; sleep 0.2; exit 4"])
+    done = await sandbox.exec(["sh", "-c", f"(setsid sleep 7000.{WORKER} >/dev/null 2>&1 &) ; sleep 0.2; exit 4"])
     assert done.exit_code == 4
-    assert alive("7000.5") == []
+    assert alive(f"7000.{WORKER}") == []
 
 
 async def test_signals_do_not_reach_the_host(sandbox: Sandbox) -> None:
-    victim = await asyncio.create_subprocess_exec("sleep", "8000.5")
+    victim = await asyncio.create_subprocess_exec("sleep", f"8000.{WORKER}")
     try:
         done = await sandbox.exec(["sh", "-c", f"kill -9 {victim.pid}; kill -9 {os.getpid()}; kill -9 -1; echo after"])
         assert done.ok or done.signal == 9
-        assert alive("8000.5") == [victim.pid]
+        assert alive(f"8000.{WORKER}") == [victim.pid]
         seen = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline"])
-        assert b"8000.5" not in seen.stdout
+        assert f"8000.{WORKER}".encode() not in seen.stdout
     finally:
         victim.kill()
         await victim.wait()

@@ -18,6 +18,8 @@ from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Limits
 from rlagent.sandboxes.process import ProcessSandbox
 
+WORKER = os.getpid()  # marks the commands of this test process: another one runs the same tests beside it
+
 BWRAP = shutil.which("bwrap")
 HAS_BWRAP = BWRAP is not None and asyncio.run(bubblewrap.refusal(BWRAP)) is None
 needs_bwrap = pytest.mark.skipif(not HAS_BWRAP, reason="bubblewrap is not installed, or may not make namespaces here")
@@ -72,11 +74,13 @@ async def test_a_signal_is_told_from_an_exit_code(sandbox: ProcessSandbox) -> No
 
 
 async def test_a_timeout_ends_the_command_and_what_it_started(sandbox: ProcessSandbox) -> None:
-    done = await sandbox.exec(["sh", "-c", "echo started; sleep 1000.25 & setsid sleep 1000.25"], timeout_s=0.5)
+    done = await sandbox.exec(
+        ["sh", "-c", f"echo started; sleep 1000.{WORKER} & setsid sleep 1000.{WORKER}"], timeout_s=0.5
+    )
     assert done.timed_out
     assert (done.exit_code, done.signal, done.stdout) == (None, 9, b"started\n")
     assert done.wall_s < 5
-    assert alive("1000.25") == []
+    assert alive(f"1000.{WORKER}") == []
 
 
 async def test_the_limits_end_a_command_that_was_given_more_time() -> None:
@@ -87,27 +91,29 @@ async def test_the_limits_end_a_command_that_was_given_more_time() -> None:
 
 @pytest.mark.parametrize("start", ["./left &", "setsid ./left &", "(setsid ./left >/dev/null 2>&1 &)"])
 async def test_what_a_command_leaves_behind_is_gone_when_it_is_answered(sandbox: ProcessSandbox, start: str) -> None:
-    await sandbox.write("left", b"#!/bin/sh\necho > up\nexec sleep 2000.5\n")
+    await sandbox.write("left", f"#!/bin/sh\necho > up\nexec sleep 2000.{WORKER}\n".encode())
     done = await sandbox.exec(["sh", "-c", f"chmod +x left; {start}\nwhile ! [ -s up ]; do :; done; exit 7"])
     assert done.exit_code == 7
-    assert alive("2000.5") == []
+    assert alive(f"2000.{WORKER}") == []
 
 
 async def test_a_cancelled_command_is_gone(sandbox: ProcessSandbox) -> None:
-    running = asyncio.create_task(sandbox.exec(["sh", "-c", "touch up; sleep 3000.5 & setsid sleep 3000.5"]))
+    running = asyncio.create_task(
+        sandbox.exec(["sh", "-c", f"touch up; sleep 3000.{WORKER} & setsid sleep 3000.{WORKER}"])
+    )
     await wait_for_file(sandbox, "up")
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert alive("3000.5") == []
+    assert alive(f"3000.{WORKER}") == []
 
 
 async def test_close_ends_what_runs_and_leaves_no_file(sandbox: ProcessSandbox) -> None:
-    running = asyncio.create_task(sandbox.exec(["sh", "-c", "mkdir -m 0 shut; touch up; sleep 4000.5"]))
+    running = asyncio.create_task(sandbox.exec(["sh", "-c", f"mkdir -m 0 shut; touch up; sleep 4000.{WORKER}"]))
     await wait_for_file(sandbox, "up")
     await sandbox.close()
     assert (await running).signal == 9
-    assert alive("4000.5") == []
+    assert alive(f"4000.{WORKER}") == []
     with pytest.raises(SandboxError, match="not open"):
         await sandbox.exec(["true"])
 

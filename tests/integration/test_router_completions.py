@@ -26,11 +26,6 @@ def client_of(r: Harness, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key="agent", **options)
 
 
-async def calls_of(r: Harness) -> list[dict[str, Any]]:
-    (session,) = await r.admin.sessions()
-    return await r.admin.calls(session["session_id"])
-
-
 async def test_a_text_that_goes_on_keeps_the_sampled_ids(tmp_path: Path) -> None:
     letters = [TOKENIZER.encode(letter)[0] for letter in "The code"]  # not as the tokenizer would say it
     odd = Reply(ids=[*letters, EOS], finish={"type": "stop", "matched": EOS})
@@ -42,7 +37,7 @@ async def test_a_text_that_goes_on_keeps_the_sampled_ids(tmp_path: Path) -> None
         second = await client.completions.create(model="gpt-x", prompt=text)
         third = await client.completions.create(model="gpt-x", prompt=[f"{text}two{TURN}"])
         assert third.choices[0].text == "three"
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [call["origin"] for call in calls] == ["fresh", "extended", "extended"]
         assert [call["prompt_ids"] for call in calls] == [request["input_ids"] for request in r.engine.requests]
         for parent, child in itertools.pairwise(calls):
@@ -69,7 +64,7 @@ async def test_ids_that_go_on_extend_and_other_ids_of_the_same_text_do_not(tmp_p
             [*prompt, *letters, *turn],
             [*prompt, *TOKENIZER.encode("The code"), *turn],
         ]
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [(call["origin"], call["reason"]) for call in calls] == [
             ("fresh", "first"),
             ("extended", ""),
@@ -88,7 +83,7 @@ async def test_a_stop_string_stays_in_the_history_that_goes_on_with_it(tmp_path:
         assert first.choices[0].text == "Look it up.\n"
         await client.completions.create(model="m", prompt=f"Q: code?\n{first.choices[0].text}Observation: 7\n")
         await client.completions.create(model="m", prompt=f"Q: code?\n{first.choices[0].text}Something else")
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [(call["origin"], call["reason"]) for call in calls[1:]] == [("extended", ""), ("fresh", "edited")]
 
 
@@ -158,7 +153,7 @@ async def test_the_forest_of_texts_survives_a_restart(tmp_path: Path) -> None:
         await client.completions.create(model="m", prompt=PROMPT)
     async with router(tmp_path, always(said("two"))) as r, client_of(r) as client:
         await client.completions.create(model="m", prompt=f"{PROMPT}one{TURN}")
-        assert [call["origin"] for call in await calls_of(r)] == ["fresh", "extended"]
+        assert [call["origin"] for call in await r.only_calls()] == ["fresh", "extended"]
 
 
 @pytest.mark.slow

@@ -35,11 +35,6 @@ def client_of(r: Harness, **options: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=r.url, api_key="agent", **options)
 
 
-async def calls_of(r: Harness) -> list[dict[str, Any]]:
-    (session,) = await r.admin.sessions()
-    return await r.admin.calls(session["session_id"])
-
-
 async def test_a_tool_loop_with_blocks_and_a_result_beside_text(tmp_path: Path) -> None:
     two = f"Let me look.\n{CALL}\n{CALL}"
     async with router(tmp_path, in_turn(said(two), said("The code is 7."))) as r, client_of(r) as client:
@@ -62,7 +57,7 @@ async def test_a_tool_loop_with_blocks_and_a_result_beside_text(tmp_path: Path) 
         )
         assert second.stop_reason == "end_turn"
         assert second.content[0].to_dict() == {"type": "text", "text": "The code is 7."}
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [call["origin"] for call in calls] == ["fresh", "extended"]
         assert [message["role"] for message in calls[1]["messages"]] == ["tool", "tool", "user"]
         assert [message.get("tool_call_id") for message in calls[1]["messages"][:2]] == [u.id for u in uses]
@@ -90,14 +85,14 @@ async def test_streamed_events_accumulate_to_the_message_and_thinking_comes_back
         assert use.type == "tool_use"
         assert use.input == {"key": "a"}
         assert final.stop_reason == "tool_use"
-        (call,) = await calls_of(r)
+        (call,) = await r.only_calls()
         assert final.id == call["call_id"]
         assert final.usage.input_tokens == len(call["prompt_ids"])
         assert final.usage.output_tokens == len(call["choices"][0]["output_ids"])
         result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "7"}
         history: Any = [*USER, {"role": "assistant", "content": final.content}, {"role": "user", "content": [result]}]
         await client.messages.create(model="claude-x", max_tokens=9, messages=history, tools=TOOLS)
-        assert [call["origin"] for call in await calls_of(r)] == ["fresh", "extended"]
+        assert [call["origin"] for call in await r.only_calls()] == ["fresh", "extended"]
 
 
 async def test_a_whole_answer_and_a_streamed_one_are_the_same_message(tmp_path: Path) -> None:
@@ -126,7 +121,7 @@ async def test_stop_sequences_and_limits(tmp_path: Path) -> None:
 async def test_count_tokens_is_the_length_of_the_prompt_and_records_nothing(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("ok"))) as r, client_of(r) as client:
         counted = await client.messages.count_tokens(model="claude-x", messages=USER, tools=TOOLS, system="Be brief.")
-        assert await calls_of(r) == []
+        assert await r.only_calls() == []
         made = await client.messages.create(**ASKED, tools=TOOLS, system="Be brief.")
         assert counted.input_tokens == made.usage.input_tokens > 0
 
@@ -145,7 +140,7 @@ async def test_the_sync_client_raw_responses_and_a_bearer(tmp_path: Path) -> Non
         assert raw.headers["request-id"] == found.id == found._request_id
         assert raw.headers["x-rlagent-session"].startswith("s-")
         assert by_bearer.content[0].text == "ok"
-        assert len(await calls_of(r)) == 2  # of one session
+        assert len(await r.only_calls()) == 2  # of one session
 
 
 async def test_a_session_of_its_own_by_its_path(tmp_path: Path) -> None:
@@ -206,7 +201,7 @@ async def test_a_forced_tool_goes_to_the_engines_grammar_and_is_never_trained(tm
         assert found.stop_reason == "tool_use"
         assert found.content[0].to_dict()["input"] == {"key": "b"}
         assert '"look"' in r.engine.requests[0]["sampling_params"]["json_schema"]
-        (call,) = await calls_of(r)
+        (call,) = await r.only_calls()
         assert call["choices"][0]["trainable"] is False
         (session,) = await r.admin.sessions()
         rows = await r.admin.trajectories(session["session_id"])
@@ -223,7 +218,7 @@ async def test_a_parsed_answer_and_the_beta_resource(tmp_path: Path) -> None:
         found = await client.messages.parse(**ASKED, output_format=Code)
         assert found.parsed_output == Code(code=7)
         assert (await client.beta.messages.create(**ASKED, betas=["x"])).content[0].to_dict()["text"] == "ok"
-        assert [call["choices"][0]["trainable"] for call in await calls_of(r)] == [False, True]
+        assert [call["choices"][0]["trainable"] for call in await r.only_calls()] == [False, True]
 
 
 @pytest.mark.slow

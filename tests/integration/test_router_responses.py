@@ -36,11 +36,6 @@ def client_of(r: Harness, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key="agent", **options)
 
 
-async def calls_of(r: Harness) -> list[dict[str, Any]]:
-    (session,) = await r.admin.sessions()
-    return await r.admin.calls(session["session_id"])
-
-
 async def test_a_tool_loop_by_items(tmp_path: Path) -> None:
     thoughtful = f"<think>\nI should look.\n</think>\nLet me look.\n{CALL}\n{CALL}"
     async with router(tmp_path, in_turn(said(thoughtful), said("The code is 7."))) as r, client_of(r) as client:
@@ -55,7 +50,7 @@ async def test_a_tool_loop_by_items(tmp_path: Path) -> None:
             history.append({"type": "function_call_output", "call_id": item.call_id, "output": str(number)})
         second = await client.responses.create(model="gpt-x", input=history, tools=TOOLS, instructions="Be brief.")
         assert second.output_text == "The code is 7."
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [call["origin"] for call in calls] == ["fresh", "extended"]
         assert second.usage is not None
         assert second.usage.input_tokens == len(calls[1]["prompt_ids"])
@@ -80,14 +75,14 @@ async def test_previous_response_id_goes_on_from_what_is_recorded(tmp_path: Path
             model="m", input="Sure?", tools=TOOLS, instructions="Be brief.", previous_response_id=second.id
         )
         assert (second.previous_response_id, third.output_text) == (first.id, "Yes.")
-        calls = await calls_of(r)
+        calls = await r.only_calls()
         assert [call["origin"] for call in calls] == ["fresh", "extended", "extended"]
         for parent, child in itertools.pairwise(calls):
             known = parent["prompt_ids"] + parent["choices"][0]["output_ids"]
             assert child["prompt_ids"][: len(known)] == known
         other = await client.responses.create(model="m", input="Sure?", tools=TOOLS, previous_response_id=second.id)
         assert other.instructions is None
-        assert "Be brief." not in TOKENIZER.decode((await calls_of(r))[3]["prompt_ids"])  # not carried over
+        assert "Be brief." not in TOKENIZER.decode((await r.only_calls())[3]["prompt_ids"])  # not carried over
         with pytest.raises(openai.BadRequestError, match="not found") as missing:
             await client.responses.create(model="m", input="Sure?", previous_response_id="resp_x")
         assert missing.value.code == "previous_response_not_found"
@@ -141,7 +136,7 @@ async def test_limits_logprobs_and_what_is_echoed(tmp_path: Path) -> None:
         assert text.type == "output_text"
         assert text.logprobs is not None
         assert "".join(token.token for token in text.logprobs) == text.text == "The code"
-        (call,) = await calls_of(r)
+        (call,) = await r.only_calls()
         assert call["client"]["ignored"] == {"store": False, "metadata": {"a": "b"}, "user": "me"}
 
 
@@ -171,7 +166,7 @@ async def test_parse_goes_to_the_engines_grammar_and_is_never_trained(tmp_path: 
         found = await client.responses.parse(model="m", input=ASKED, text_format=Code)
         assert found.output_parsed == Code(code=7)
         assert "code" in r.engine.requests[0]["sampling_params"]["json_schema"]
-        (call,) = await calls_of(r)
+        (call,) = await r.only_calls()
         assert call["choices"][0]["trainable"] is False
 
 

@@ -12,17 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from sandbox_backends import alive, needs_bwrap
 
 from rlagent.errors import SandboxError
-from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Limits
 from rlagent.sandboxes.process import ProcessSandbox
 
 WORKER = os.getpid()  # marks the commands of this test process: another one runs the same tests beside it
 
-BWRAP = shutil.which("bwrap")
-HAS_BWRAP = BWRAP is not None and asyncio.run(bubblewrap.refusal(BWRAP)) is None
-needs_bwrap = pytest.mark.skipif(not HAS_BWRAP, reason="bubblewrap is not installed, or may not make namespaces here")
 LIMITS = Limits(wall_s=30, cpu_s=2, memory_bytes=512 * 1024**2, file_size_bytes=1024**2)
 
 
@@ -39,18 +36,6 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[ProcessSandbo
     async with ProcessSandbox(limits=LIMITS, allow_unisolated=True) as opened:
         assert opened.isolated is (request.param == "isolated")
         yield opened
-
-
-def alive(mark: str) -> list[int]:
-    """Processes of this machine with `mark` among their arguments. A pid namespace hides none from its parent."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        found += [int(pid)] if mark.encode() in arguments else []
-    return found
 
 
 async def wait_for_file(sandbox: ProcessSandbox, path: str) -> None:

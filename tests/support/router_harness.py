@@ -70,6 +70,11 @@ class Harness:
             "/v1/chat/completions", json={"model": "policy", "messages": list(messages)} | body, headers=headers
         )
 
+    async def only_calls(self) -> list[dict[str, Any]]:
+        """All calls of the one session there is."""
+        (session,) = await self.admin.sessions()
+        return await self.admin.calls(session["session_id"])
+
     async def session_of(self, response: httpx.Response) -> str:
         return response.headers["x-rlagent-session"]
 

@@ -7,14 +7,12 @@ the tokens `<|return|>` and `<|call|>` that end a turn are stop tokens and do no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from rlagent.router.conversation import Message, ToolCall
-from rlagent.router.parse import Event, Text, Thought, mint_call_id, safe_length
+from rlagent.router.conversation import ToolCall
+from rlagent.router.parse import Event, Reading, Text, Thought, safe_length
 from rlagent.router.tool_calls import object_call
-from rlagent.types import ParseStatus
 
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
@@ -23,42 +21,11 @@ _TO: Final = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
 @dataclass(slots=True, kw_only=True)
-class HarmonyParser:
+class HarmonyParser(Reading):
     """Feed it text, then `finish`. `tools`: whether tool calls are read."""
 
     tools: bool
-    mint: Callable[[], str] = mint_call_id
-    status: ParseStatus = "text"
-    _buffer: str = ""
     _header: str | None = None  # of the message that is open
-    _content: list[str] = field(default_factory=list)
-    _reasoning: list[str] = field(default_factory=list)
-    _calls: list[ToolCall] = field(default_factory=list)
-
-    @property
-    def message(self) -> Message:
-        """All that was read so far, as the message that is served."""
-        return Message(
-            role="assistant",
-            content="".join(self._content),
-            reasoning="".join(self._reasoning),
-            tool_calls=tuple(self._calls),
-        )
-
-    def feed(self, text: str) -> list[Event]:
-        """The events that this text completes."""
-        self._buffer += text
-        events: list[Event] = []
-        while self._step(events, last=False):
-            pass
-        return events
-
-    def finish(self) -> list[Event]:
-        """The events that were held back."""
-        events: list[Event] = []
-        while self._step(events, last=True):
-            pass
-        return events
 
     def _step(self, events: list[Event], *, last: bool) -> bool:
         if self._header is None:

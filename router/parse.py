@@ -41,29 +41,15 @@ def mint_call_id() -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputParser:
-    """Feed it text, then `finish`. `tools`: whether tool calls are read; `thinking`: the prompt opened a think block.
+class Reading:
+    """What every family's parser is: fed text, it tells events, and at the end the message. A family reads one `_step` at a time."""
 
-    `schemas` are the tools' JSON: some families write arguments whose types only the schema tells.
-    """
-
-    tools: bool
-    thinking: bool = False
-    form: OutputForm = HERMES
-    schemas: Tools = ()
     mint: Callable[[], str] = mint_call_id
     status: ParseStatus = "text"
-    _state: Literal["start", "reasoning", "lead", "content", "call"] = "start"
     _buffer: str = ""
-    _skip: str = ""  # characters to drop before the next text
-    _held: str = ""  # whitespace and marker before an open tool call
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[ToolCall] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.thinking:
-            self._enter_reasoning()
 
     @property
     def message(self) -> Message:
@@ -89,6 +75,30 @@ class OutputParser:
         while self._step(events, last=True):
             pass
         return events
+
+    def _step(self, events: list[Event], *, last: bool) -> bool:
+        """Read as far as one state goes; whether there is more to do."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputParser(Reading):
+    """Feed it text, then `finish`. `tools`: whether tool calls are read; `thinking`: the prompt opened a think block.
+
+    `schemas` are the tools' JSON: some families write arguments whose types only the schema tells.
+    """
+
+    tools: bool
+    thinking: bool = False
+    form: OutputForm = HERMES
+    schemas: Tools = ()
+    _state: Literal["start", "reasoning", "lead", "content", "call"] = "start"
+    _skip: str = ""  # characters to drop before the next text
+    _held: str = ""  # whitespace and marker before an open tool call
+
+    def __post_init__(self) -> None:
+        if self.thinking:
+            self._enter_reasoning()
 
     def _step(self, events: list[Event], *, last: bool) -> bool:
         """Read as far as one state goes; whether there is more to do."""

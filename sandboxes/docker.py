@@ -35,6 +35,8 @@ _LOOK_S: Final = 0.5  # how often a running command's container is looked at: it
 _TOLD_S: Final = 0.5  # within which the engine knows that a process ran out of memory
 _GVISOR_TASKS: Final = 64  # threads of its kernel, which count as the container's
 _START_FAILED: Final = b"OCI runtime exec failed"
+_LOST_CODE: Final = 128  # what runsc ends with when its kernel died under the command
+_DYING_S: Final = 3.0  # within which the engine knows of that death
 
 
 class DockerBackend:
@@ -251,6 +253,8 @@ class DockerSandbox:
                 timed_out = True
             finally:
                 exit_code = None if timed_out else await self._exit_code(made["Id"])
+                if self.gvisor and exit_code == _LOST_CODE and await self._dies():
+                    exit_code = None
                 starved = await asyncio.shield(self._sweep(dirty=not clean))
         if stream.refused or bytes(stream.stdout).startswith(_START_FAILED):
             raise SandboxError(
@@ -374,6 +378,13 @@ class DockerSandbox:
             code: int | None = (await _call(lambda: self._backend.inspect(exec_id)))["ExitCode"]
             return code
         return None
+
+    async def _dies(self) -> bool:
+        """Whether the container is dead or dying."""
+        with suppress(SandboxError):
+            await _call(lambda: self._container.wait(timeout=_DYING_S))
+            return True
+        return False
 
     async def _sweep(self, *, dirty: bool) -> bool:
         """Leave the sleeper alone in its container. Whether the engine says that the container ran out of memory."""

@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,18 +154,23 @@ def train(
          "run.dir": run_dir},
     )  # fmt: skip
     console = Console()
-    try:
+    with _says_how_to_go_on(resolved.run.dir):
         run = uvloop.run(run_training(resolved, resume=resume, router_url=router, rollout_only=rollout_only))
-    except* RlagentError as group:
-        saved = sorted((resolved.run.dir / "checkpoints").glob("step-*"))
-        if saved and not group.subgroup((ConfigError, Terminated)):
-            print(
-                f"{saved[-1]} is saved: `rlagent train --resume --run-dir {resolved.run.dir}` goes on", file=sys.stderr
-            )
-        raise
     console.print(
         f"done: {run.path}: model/, metrics.jsonl, reward.png, buffer.db, checkpoints/", highlight=False, soft_wrap=True
     )
+
+
+@contextmanager
+def _says_how_to_go_on(run_dir: Path) -> Iterator[None]:
+    """A run that was interrupted or failed names its checkpoint."""
+    try:
+        yield
+    except (RlagentError, BaseExceptionGroup, KeyboardInterrupt) as error:
+        saved = sorted((run_dir / "checkpoints").glob("step-*"))
+        if saved and not any(isinstance(leaf, (ConfigError, Terminated)) for leaf in _leaves(error)):
+            print(f"{saved[-1]} is saved: `rlagent train --resume --run-dir {run_dir}` goes on", file=sys.stderr)
+        raise
 
 
 def _replay(recorded: Path, overrides: dict[str, object], settings: list[str], *, needless: tuple[object, ...]) -> None:
@@ -386,11 +393,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions a group is made of, or the exception itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from rich.text import Text
 
 _SHOWN_STEPS: Final = 14
 _BAR_CELLS: Final = 24
+_NARROW: Final = (
+    90  # columns of a terminal below which the table leaves mismatch and tokens/s away, and its bar is short
+)
 _STAGES: Final = {"rollout": "cyan", "train": "magenta", "sync": "yellow", "eval": "green", "checkpoint": "blue"}
 
 
@@ -71,21 +74,23 @@ class Display:
             )  # fmt: skip
 
     def _render(self) -> Group:
+        narrow = self.console.width < _NARROW
         table = Table(title=self._title, title_justify="left", expand=False)
-        for heading in ("step", "success", "reward", "tokens/s", "lag", "mismatch", "s"):
+        headings = ("step", "success", "reward", "lag", "s")
+        for heading in headings if narrow else (*headings, "tokens/s", "mismatch"):
             table.add_column(heading, justify="right")
-        table.add_column("share of the stages")
+        table.add_column("stages" if narrow else "share of the stages")
         for record in self._rows:
-            table.add_row(
+            cells = [
                 str(record["step"]),
                 "-" if record["success"] is None else f"{record['success']:.2f}",
                 f"{record.get('reward/mean', float('nan')):.3f}",
-                f"{record['throughput/tokens_per_s']:.0f}",
                 f"{record.get('freshness/lag_max', 0):.0f}",
-                f"{record.get('mismatch/abs_max', 0.0):.1e}",
                 f"{record['time/step_s']:.1f}",
-                _bar(record),
-            )
+            ]
+            if not narrow:
+                cells += [f"{record['throughput/tokens_per_s']:.0f}", f"{record.get('mismatch/abs_max', 0.0):.1e}"]
+            table.add_row(*cells, _bar(record, _BAR_CELLS // 2 if narrow else _BAR_CELLS))
         legend = Text.assemble(*((f"█ {stage}  ", color) for stage, color in _STAGES.items()))
         return Group(table, legend, Text(self._state, style="dim"))
 
@@ -96,8 +101,8 @@ def _shares(record: Mapping[str, Any]) -> dict[str, float]:
     return {stage: seconds / total for stage, seconds in spent.items() if seconds > 0 and total > 0}
 
 
-def _bar(record: Mapping[str, Any]) -> Text:
+def _bar(record: Mapping[str, Any], cells: int) -> Text:
     bar = Text()
     for stage, share in _shares(record).items():
-        bar.append("█" * round(share * _BAR_CELLS), _STAGES[stage])
+        bar.append("█" * round(share * cells), _STAGES[stage])
     return bar

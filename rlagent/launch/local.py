@@ -87,10 +87,10 @@ class LocalRanks:
         try:
             for done in asyncio.as_completed(pending):
                 await done  # the first failure ends the wait: the other ranks may hang in a collective
-        except LearnerError:
+        except (LearnerError, asyncio.CancelledError):
             for child in self._children:
                 child.process.kill()
-            await asyncio.wait(pending)
+            await asyncio.gather(*pending, return_exceptions=True)
             raise
         return [task.result() for task in pending]
 

@@ -112,6 +112,23 @@ def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert demo.metrics(run)[-1]["step"] == done + 1
 
 
+def test_ctrl_c_ends_a_run_and_names_its_checkpoint(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        # A shell's background jobs ignore the signal, and so would their children.
+        ["env", "--default-signal=INT", *demo.train_command(tmp_path / "run", "run.steps=50")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=demo.environ(),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step    2"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in error
+    assert "is saved: `rlagent train --resume" in error
+
+
 def test_a_run_directory_is_not_overwritten(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -40,19 +41,26 @@ def command(
     # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
     for name, value in {"PATH": PATH, "HOME": WORK, **env}.items():
         line += ["--setenv", name, value]
-    for name in (*_SYSTEM, *(("etc/resolv.conf", "etc/hosts") if network else ())):
-        host = Path("/", name)
-        if host.is_symlink():
-            line += ["--symlink", os.readlink(host), str(host)]
-        elif host.exists():
-            line += ["--ro-bind", str(host), str(host)]
-    line += ["--proc", "/proc", "--dev", "/dev"]
+    line += [*_system(network), "--proc", "/proc", "--dev", "/dev"]
     line += ["--bind", str(home / "work"), WORK, "--bind", str(home / "tmp"), "/tmp"]
     line += ["--bind", str(home / "shm"), "/dev/shm"]  # in memory it would be bounded by the machine's only
     # To a sandbox that root opened, /proc/sys is the host's own: the kernel asks for root's id there, and for no capability.
     for place in ("/proc", "/dev", "/"):
         line += ["--remount-ro", place]
     return [*line, "--json-status-fd", str(status_fd), "--chdir", f"{WORK}/{cwd}", "--", *argv]
+
+
+@cache
+def _system(network: bool) -> tuple[str, ...]:
+    """The mounts of what a command may read of the host, as it is when the first command starts."""
+    line: list[str] = []
+    for name in (*_SYSTEM, *(("etc/resolv.conf", "etc/hosts") if network else ())):
+        host = Path("/", name)
+        if host.is_symlink():
+            line += ["--symlink", os.readlink(host), str(host)]
+        elif host.exists():
+            line += ["--ro-bind", str(host), str(host)]
+    return tuple(line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,20 +45,18 @@ class Home:
         """New files at `place`: empty, or those of the layers. `mounts`: whether we may mount. `user` owns them, if not 0."""
         home = cls(launcher=launcher, place=place, layers=layers if mounts and not user else (), user=user)
         fill, size = home._fill, limits.disk_bytes if mounts else None
-        await launcher.run(lambda: place.mkdir(mode=0o700))
-        if user:
-            await launcher.run(lambda: os.chown(place, user, user))
         try:
             if size is not None or home.layers:
                 home = replace(home, namespace=await launcher.new_namespace(lambda: fill(size)))
             else:
+                await launcher.run(home._make_place)
                 await launcher.run(home._directories, user=user)
             if layers and not home.layers:
                 await home.run_as_owner(lambda: _copy(layers[0], home.files))
                 if user:
                     await home.run_as_owner(lambda: _run("chown", "-hR", f"{user}:{user}", str(home.files)))
         except (OSError, SandboxError) as error:
-            await home.delete()
+            await launcher.run(home.delete)
             raise SandboxError(f"the sandbox's files cannot be made: {error}") from error
         return home
 
@@ -78,14 +76,21 @@ class Home:
         await self.run_as_owner(lambda: _copy(self.files, layer))
         return (layer,)
 
-    async def delete(self) -> None:
-        """Unmount by letting go, and delete what lies on disk."""
+    def delete(self) -> None:
+        """Unmount by letting go, and delete what lies on disk. In a thread of the launcher."""
         if self.namespace is not None:
             os.close(self.namespace)
-        await self.launcher.run(lambda: delete_tree(self.place))
+        if self.place.exists():
+            delete_tree(self.place)
+
+    def _make_place(self) -> None:
+        self.place.mkdir(mode=0o700)
+        if self.user:
+            os.chown(self.place, self.user, self.user)
 
     def _fill(self, size: int | None) -> None:
         """In a new namespace: mount."""
+        self._make_place()
         if size is not None:
             options = (
                 f"size={size},nr_inodes={max(1024, size // _BYTES_A_FILE)},mode=0700,uid={self.user},gid={self.user}"

@@ -58,6 +58,8 @@ class ProcessSandbox:
         return self._backend.enforced
 
     async def __aenter__(self) -> Self:
+        if self._room is not None:  # of ProcessBackend.open
+            return self
         if self._alone:
             await self._backend.__aenter__()
         try:

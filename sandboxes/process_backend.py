@@ -46,6 +46,12 @@ class Room:
         """How many of its processes were ended for want of memory."""
         return 0 if self.group is None else self.group.oom_kills()
 
+    def clear(self) -> None:
+        """Delete its files and its group. In a thread of the launcher."""
+        self.home.delete()
+        if self.group is not None:
+            self.group.close()
+
 
 class ProcessBackend:
     """Process sandboxes with the same limits. See rlagent.sandboxes.base.Backend.
@@ -152,7 +158,7 @@ class ProcessBackend:
             if self._cgroups.own:
                 group = await self._launcher.run(lambda: self._cgroups.make(owner.name, place.name, self.limits))
         except OSError as error:
-            await home.delete()
+            await self._launcher.run(home.delete)
             raise SandboxError(f"the limits cannot be set: {error}; give control_groups=False to do without") from error
         prelude = Prelude.make(
             self.limits, doors=group.doors if group else (), address_space="memory" not in self._cgroups.own,
@@ -164,9 +170,7 @@ class ProcessBackend:
     async def clear_room(self, sandbox: "ProcessSandbox", room: Room) -> None:
         """Take it all back. For ProcessSandbox."""
         self._open.discard(sandbox)
-        await room.home.delete()
-        if room.group is not None:
-            await self._launcher.run(room.group.close)
+        await self._launcher.run(room.clear)
 
     async def keep(self, room: Room) -> Snapshot:
         """The files of a sandbox as a snapshot. For ProcessSandbox."""

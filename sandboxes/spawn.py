@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +32,7 @@ class Prelude:
     @classmethod
     def make(cls, limits: Limits, *, doors: Sequence[Path], address_space: bool, processes: bool) -> "Prelude":
         """Join the groups behind `doors`; rlimits of address space and number of processes only where they stand in for groups."""
-        dash, bash = shutil.which("dash"), shutil.which("bash")
-        shell = dash or bash or "/bin/sh"
-        option, block = _BASH if shell == bash else _DASH
+        shell, (option, block) = _shell()
         hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         files = limits.open_files if limits.open_files is None else min(limits.open_files, hard_files)
         bounds = [
@@ -51,6 +50,13 @@ class Prelude:
     def before(self, argv: Sequence[str]) -> list[str]:
         """The whole command line."""
         return [self.shell, "-c", self.script, "sandbox", *argv]
+
+
+@cache
+def _shell() -> tuple[str, tuple[str, int]]:
+    """The smallest shell there is, and the option and unit of its ulimit."""
+    dash, bash = shutil.which("dash"), shutil.which("bash")
+    return (bash, _BASH) if bash is not None and dash is None else (dash or "/bin/sh", _DASH)
 
 
 def start(

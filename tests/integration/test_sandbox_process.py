@@ -17,6 +17,7 @@ from sandbox_backends import alive, needs_bwrap
 from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import Limits
 from rlagent.sandboxes.process import ProcessSandbox
+from rlagent.sandboxes.process_backend import ProcessBackend
 
 WORKER = os.getpid()  # marks the commands of this test process: another one runs the same tests beside it
 
@@ -101,6 +102,15 @@ async def test_close_ends_what_runs_and_leaves_no_file(sandbox: ProcessSandbox) 
     assert alive(f"4000.{WORKER}") == []
     with pytest.raises(SandboxError, match="not open"):
         await sandbox.exec(["true"])
+
+
+@needs_bwrap
+async def test_a_sandbox_of_a_backend_has_one_directory_and_leaves_none(tmp_path: Path) -> None:
+    async with ProcessBackend(limits=LIMITS, state_directory=tmp_path) as backend:
+        async with await backend.open() as opened:
+            assert (await opened.exec(["true"])).ok
+            assert len(list(tmp_path.glob("*/s*"))) == 1
+        assert list(tmp_path.glob("*/s*")) == []
 
 
 async def test_an_output_flood_is_cut_and_held_by_nobody(sandbox: ProcessSandbox) -> None:

@@ -1,6 +1,8 @@
 """The sandbox protocol: what every backend promises, and what a command's end looks like."""
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +61,17 @@ class Snapshot:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """The one thing that a command without network reaches: 127.0.0.1:`port`, answered on our side by `serve`.
+
+    serve(socket) takes a listening socket, and answers what comes until it is left; see rlagent.agent_door for one.
+    """
+
+    port: int
+    serve: Callable[[socket.socket], AbstractAsyncContextManager[None]]
+
+
 class Sandbox(Protocol):
     """A place to run commands in. An async context manager; `close` ends whatever still runs and deletes its files.
 
@@ -70,6 +83,11 @@ class Sandbox(Protocol):
         """Field of Limits -> by what it is enforced on this machine; None where it is not."""
         ...
 
+    @property
+    def network(self) -> bool:
+        """Whether its commands have a network."""
+        ...
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
@@ -78,11 +96,12 @@ class Sandbox(Protocol):
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
-        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES, door: Door | None = None,
     ) -> ExecResult:  # fmt: skip
         """Run a command to its end, and end what it left behind. SandboxError only if it could not be started; how it ended is data.
 
-        timeout_s can shorten the limits' wall_s, not exceed it. Without stdin the command reads an empty one.
+        timeout_s can shorten the limits' wall_s, not exceed it. Without stdin the command reads an empty one. SandboxError for a door
+        where there is a network, or where the backend has none.
         """
         ...
 

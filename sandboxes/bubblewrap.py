@@ -34,9 +34,13 @@ async def refusal(bwrap: str, user: int = 0) -> str | None:
 
 
 def command(
-    bwrap: str, argv: Sequence[str], *, home: Path, cwd: Path, env: Mapping[str, str], network: bool, status_fd: int
-) -> list[str]:
-    """`home` has the directories work, tmp and shm, all that a command can write to; `cwd` is relative to work."""
+    bwrap: str, argv: Sequence[str], *, home: Path, cwd: Path, env: Mapping[str, str], network: bool,
+    readable: Sequence[Path], status_fd: int, held_by: int | None,
+) -> list[str]:  # fmt: skip
+    """`home` has the directories work, tmp and shm, all that a command can write to; `cwd` is relative to work.
+
+    readable: places of the host that it sees besides the system's. held_by: a descriptor that must be written to before it begins.
+    """
     line = [bwrap, *_ISOLATION, *(["--share-net"] if network else [])]
     # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
     for name, value in {"PATH": PATH, "HOME": WORK, **env}.items():
@@ -44,9 +48,13 @@ def command(
     line += [*_system(network), "--proc", "/proc", "--dev", "/dev"]
     line += ["--bind", str(home / "work"), WORK, "--bind", str(home / "tmp"), "/tmp"]
     line += ["--bind", str(home / "shm"), "/dev/shm"]  # in memory it would be bounded by the machine's only
+    for place in readable:
+        line += ["--ro-bind", str(place), str(place)]
     # To a sandbox that root opened, /proc/sys is the host's own: the kernel asks for root's id there, and for no capability.
-    for place in ("/proc", "/dev", "/"):
-        line += ["--remount-ro", place]
+    for sealed in ("/proc", "/dev", "/"):
+        line += ["--remount-ro", sealed]
+    if held_by is not None:
+        line += ["--block-fd", str(held_by)]
     return [*line, "--json-status-fd", str(status_fd), "--chdir", f"{WORK}/{cwd}", "--", *argv]
 
 

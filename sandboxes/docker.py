@@ -22,7 +22,7 @@ from docker.errors import DockerException, NotFound
 from docker.types import LogConfig, Ulimit
 
 from rlagent.errors import SandboxError
-from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, MEMORY_WORDS, ExecResult, Limits, Snapshot
+from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, MEMORY_WORDS, Door, ExecResult, Limits, Snapshot
 from rlagent.sandboxes.bubblewrap import Status
 from rlagent.sandboxes.docker_stream import ExecStream
 from rlagent.sandboxes.owner import Owner, default_state_directory
@@ -54,7 +54,7 @@ class DockerBackend:
         self.engine = engine
         self.gvisor = "runsc" in runtime
         self.image = image
-        self._runtime, self._network = runtime, network
+        self._runtime, self.network = runtime, network
         self._state = state_directory or default_state_directory()
         self._owner: Owner | None = None
         self._client: Any = None
@@ -103,7 +103,7 @@ class DockerBackend:
             bounds += [("fsize", limits.file_size_bytes), ("cpu", limits.cpu_s)]
         container = await _call(lambda: client.containers.create(
             image, ["sleep", "2000000000"], runtime=self._runtime, working_dir=str(WORK), labels={_LABEL: owner.name},
-            network_mode=None if self._network else "none", cap_drop=["ALL"], security_opt=["no-new-privileges"],
+            network_mode=None if self.network else "none", cap_drop=["ALL"], security_opt=["no-new-privileges"],
             mem_limit=limits.memory_bytes, memswap_limit=limits.memory_bytes,
             pids_limit=limits.pids and limits.pids + 1 + (_GVISOR_TASKS if self.gvisor else 0),
             nano_cpus=None if limits.cpus is None else int(limits.cpus * 1e9),
@@ -138,7 +138,7 @@ class DockerBackend:
         """An image from the text of a Dockerfile; its steps have no network unless the backend has."""
         _, client = self._opened
         image, _log = await _call(lambda: client.images.build(
-            fileobj=io.BytesIO(recipe.encode()), rm=True, forcerm=True, network_mode=None if self._network else "none",
+            fileobj=io.BytesIO(recipe.encode()), rm=True, forcerm=True, network_mode=None if self.network else "none",
         ))  # fmt: skip
         return self._made(str(image.id))
 
@@ -212,6 +212,11 @@ class DockerSandbox:
         self._busy = asyncio.Lock()  # one command at a time: the end of one sweeps the container
 
     @property
+    def network(self) -> bool:
+        """Whether commands have the engine's default network."""
+        return self._backend.network
+
+    @property
     def enforced(self) -> Mapping[str, str | None]:
         """Field of Limits -> by what it is enforced."""
         return self._backend.enforced
@@ -231,9 +236,13 @@ class DockerSandbox:
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
-        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES, door: Door | None = None,
     ) -> ExecResult:  # fmt: skip
         """Run a command to its end. Commands of one sandbox run one after another."""
+        if door is not None:
+            raise SandboxError(
+                "containers have no doors; give the docker backend network=True, or use a process sandbox"
+            )
         if not argv:
             raise SandboxError("argv is empty; give a command and its arguments")
         bounds = [bound for bound in (timeout_s, self._backend.limits.wall_s) if bound is not None]

@@ -12,15 +12,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
-from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, MEMORY_WORDS, ExecResult, Limits, Snapshot
+from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, MEMORY_WORDS, Door, ExecResult, Limits, Snapshot
 from rlagent.sandboxes.capture import Capture
+from rlagent.sandboxes.door import Held
 from rlagent.sandboxes.files import copy_tree, inside, read_file, write_file
 from rlagent.sandboxes.process_backend import ProcessBackend, Room
 from rlagent.sandboxes.reaping import kill_group, kill_marked, namespace_gone
@@ -39,10 +40,12 @@ class ProcessSandbox:
 
     def __init__(
         self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False,
-        backend: ProcessBackend | None = None, snapshot: Snapshot | None = None,
+        readable: Sequence[Path] = (), backend: ProcessBackend | None = None, snapshot: Snapshot | None = None,
     ) -> None:  # fmt: skip
         self._alone = backend is None
-        self._backend = backend or ProcessBackend(limits=limits, network=network, allow_unisolated=allow_unisolated)
+        self._backend = backend or ProcessBackend(
+            limits=limits, network=network, allow_unisolated=allow_unisolated, readable=readable
+        )
         self._snapshot = snapshot
         self._room: Room | None = None
         self._running: dict[int, asyncio.Event] = {}  # process -> set when nothing of it is left
@@ -51,6 +54,11 @@ class ProcessSandbox:
     def isolated(self) -> bool:
         """Whether commands run in namespaces of their own. Known once the sandbox is open."""
         return self._backend.isolated
+
+    @property
+    def network(self) -> bool:
+        """Whether commands have the host's network. Known once the sandbox is open."""
+        return self._backend.network or not self.isolated
 
     @property
     def enforced(self) -> Mapping[str, str | None]:
@@ -98,10 +106,12 @@ class ProcessSandbox:
 
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes | None = None, env: Mapping[str, str] | None = None, cwd: str = ".",
-        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES,
+        timeout_s: float | None = None, output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES, door: Door | None = None,
     ) -> ExecResult:  # fmt: skip
         """Run a command to its end."""
         room = self._opened
+        if door is not None and self.network:
+            raise SandboxError("a sandbox whose commands have the host's network takes no door; leave it out")
         if not argv:
             raise SandboxError("argv is empty; give a command and its arguments")
         bounds = [bound for bound in (timeout_s, self._backend.limits.wall_s) if bound is not None]
@@ -110,12 +120,14 @@ class ProcessSandbox:
             out, err = Capture(output_limit_bytes), Capture(output_limit_bytes)
             status, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             ours.callback(os.close, status)
+            held = Held(status)
+            ours.callback(held.close)
             try:
-                ends = (await out.open(), await err.open(), written)
+                ends = (await out.open(), await err.open(), written, held.read_end)
                 task = asyncio.ensure_future(
-                    room.home.run(lambda: self._start(room, argv, stdin, env or {}, cwd, ends))
+                    room.home.run(lambda: self._start(room, argv, stdin, env or {}, cwd, ends, held=door is not None))
                 )
-                timed_out, told = await self._until_end(room, task, min(bounds, default=None), status)
+                timed_out, told = await self._until_end(room, task, min(bounds, default=None), status, held, door)
             finally:
                 await out.close(_DRAIN_S)
                 await err.close(_DRAIN_S)
@@ -154,7 +166,8 @@ class ProcessSandbox:
         return str(seen.relative_to(work)) if self.isolated and seen.is_relative_to(work) else path
 
     def _start(
-        self, room: Room, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str, ends: tuple[int, int, int]
+        self, room: Room, argv: Sequence[str], stdin: bytes | None, env: Mapping[str, str], cwd: str,
+        ends: tuple[int, int, int, int], *, held: bool,
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         """In a thread of the launcher, in the sandbox's mount namespace. Takes the pipes' ends."""
         files, work = room.home.files, room.home.files / "work"
@@ -179,7 +192,8 @@ class ProcessSandbox:
             if self._backend.bwrap is not None:
                 line = bubblewrap.command(
                     self._backend.bwrap, argv, home=files, cwd=directory.relative_to(work), env=env,
-                    network=self._backend.network, status_fd=ends[2],
+                    network=self._backend.network, readable=self._backend.readable, status_fd=ends[2],
+                    held_by=ends[3] if held else None,
                 )  # fmt: skip
                 environ, where = {}, Path("/")
             elif shutil.which(argv[0] if "/" not in argv[0] else directory / argv[0], path=environ["PATH"]) is None:
@@ -187,21 +201,23 @@ class ProcessSandbox:
             try:
                 return start(
                     room.prelude.before(line), env=environ, cwd=where, files=(content, ends[0], ends[1]),
-                    keep=(ends[2],) if self.isolated else (), user=room.home.user,
+                    keep=ends[2 : 4 if held else 3] if self.isolated else (), user=room.home.user,
                 )  # fmt: skip
             except (OSError, ValueError) as error:
                 raise SandboxError(f"{argv[0]!r} cannot be started in the sandbox: {error}") from error
 
     async def _until_end(
-        self, room: Room, starting: "asyncio.Future[subprocess.Popen[bytes]]", timeout_s: float | None, status: int
-    ) -> tuple[bool, bubblewrap.Status]:
+        self, room: Room, starting: "asyncio.Future[subprocess.Popen[bytes]]", timeout_s: float | None, status: int,
+        held: Held, door: Door | None,
+    ) -> tuple[bool, bubblewrap.Status]:  # fmt: skip
         """Wait for the command's end, and see all of it gone, also when cancelled. Whether its time was up, and bubblewrap's word."""
         timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.wait([starting])  # which leaves it be when cancelled
                 self._running[starting.result().pid] = asyncio.Event()
-                await exited(starting.result())
+                async with nullcontext() if door is None else held.serving(door):
+                    await exited(starting.result())
         except TimeoutError:
             timed_out = True
         finally:
@@ -210,7 +226,7 @@ class ProcessSandbox:
             kill_group(process.pid)  # bubblewrap, with which its namespace dies
             await exited(process)
             process.wait()
-            told = bubblewrap.Status.parse(_read(status))
+            told = bubblewrap.Status.parse(held.told + _read(status))
             if not self.isolated:
                 await asyncio.to_thread(kill_marked, f"{_MARK}={room.home.files}")
             elif told.first_pid is not None:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -56,16 +56,19 @@ class Room:
 class ProcessBackend:
     """Process sandboxes with the same limits. See rlagent.sandboxes.base.Backend.
 
-    network: commands have the host's network. allow_unisolated: go on without bubblewrap (see README.md). control_groups=False: use
-    rlimits, and, when we are root, a user of its own for each sandbox, even where control groups could be written.
+    network: commands have the host's network. readable: absolute paths of the host that commands may read and run besides the system's
+    (an agent's own files); whoever the command runs as must be able to reach them. allow_unisolated: go on without bubblewrap (see
+    README.md). control_groups=False: use rlimits, and, when we are root, a user of its own for each sandbox, even where control groups
+    could be written.
     """
 
     def __init__(
         self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False,
-        control_groups: bool = True, state_directory: Path | None = None,
+        control_groups: bool = True, state_directory: Path | None = None, readable: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         self.limits = limits or Limits()
         self.network = network
+        self.readable = tuple(readable)
         self.bwrap: str | None = None
         self._allow_unisolated = allow_unisolated
         self._control_groups = control_groups

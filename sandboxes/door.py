@@ -1,0 +1,106 @@
+"""A door for a command without network: one listening port on its own loopback, answered from outside.
+
+In the flow: bubblewrap holds the command back in its new namespaces; this file, run as a script by a process of its own, enters the
+network namespace, opens a listening socket there and hands it to us; what serves it runs on our side; then the command begins.
+A socket belongs to the namespace it was made in, so nothing of the host's network is let in: only what the server answers.
+Invariant: the script imports nothing but the standard library, and works for the owner of the namespaces as for root.
+"""
+
+import asyncio
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlagent.sandboxes.base import Door
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_BACKLOG = 128
+
+
+class Held:
+    """A command that waits for its door. `read_end` is for bubblewrap's --block-fd; what it told meanwhile is in `told`."""
+
+    def __init__(self, status: int) -> None:
+        self.told = b""
+        self.read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
+        self._status = status
+
+    @asynccontextmanager
+    async def serving(self, door: "Door") -> AsyncIterator[None]:
+        """Open the door and let the command begin. Where the command never comes so far, there is nothing to serve."""
+        pid = await self._first_pid()
+        if pid is None:
+            yield
+            return
+        with await _listen(pid, door.port) as listening:
+            async with door.serve(listening):
+                os.write(self._write_end, b"x")
+                yield
+
+    def close(self) -> None:
+        """Close our end; a command still held is let go, and must have been killed before."""
+        os.close(self._write_end)
+
+    async def _first_pid(self) -> int | None:
+        from rlagent.sandboxes.bubblewrap import Status
+
+        loop = asyncio.get_running_loop()
+        while b"\n" not in self.told:  # one document a line, and a line may come in pieces
+            ready = asyncio.Event()
+            loop.add_reader(self._status, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(self._status)
+            piece = os.read(self._status, 4096)
+            if not piece:
+                return None
+            self.told += piece
+        return Status.parse(self.told).first_pid
+
+
+async def _listen(pid: int, port: int) -> socket.socket:
+    """A socket that listens on `port` in the network namespace of a process. SandboxError."""
+    from rlagent.errors import SandboxError
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", __file__, str(theirs.fileno()), str(pid), str(port),
+            pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, said = await process.communicate()
+        if process.returncode != 0:
+            why = said.decode(errors="replace").strip().rpartition("\n")[2]
+            raise SandboxError(f"no port can be opened in the sandbox's network namespace: {why}; give it network=True")
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    listening = socket.socket(fileno=descriptors[0])
+    listening.setblocking(False)
+    return listening
+
+
+def _send(descriptor: int, pid: int, port: int) -> None:
+    """In the script: enter, listen, hand over."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    kinds = (("user", _CLONE_NEWUSER),) if os.geteuid() != 0 else ()
+    spaces = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in (*kinds, ("net", _CLONE_NEWNET))]
+    for space, kind in spaces:
+        if libc.setns(space, kind) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("0.0.0.0", port))  # its loopback may not be up yet; there is nothing else
+    listening.listen(_BACKLOG)
+    with socket.socket(fileno=descriptor) as theirs:
+        socket.send_fds(theirs, [b"x"], [listening.fileno()])
+
+
+if __name__ == "__main__":
+    _send(*map(int, sys.argv[1:4]))

@@ -24,7 +24,7 @@ from rlagent.router.chat_template import TemplateError
 from rlagent.router.completions_api import DIALECT_KEY, SESSION_HEADER, CompletionsApi
 from rlagent.router.config import RouterConfig
 from rlagent.router.dialects import DIALECTS, MESSAGES
-from rlagent.router.errors import ApiError, to_api_error
+from rlagent.router.errors import ApiError, invalid, to_api_error
 from rlagent.router.live import LiveSessions
 from rlagent.router.policy import Policies
 from rlagent.router.recorder import Recorder
@@ -105,6 +105,9 @@ def _metrics(parts: Parts) -> Handler:
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every answer names its session; every failure has the shape that its dialect's SDK reads."""
     try:
+        for name, value in request.match_info.items():
+            if "\0" in value:  # no store can look it up
+                raise invalid(f"{name} in the path holds a NUL character; use the id that was answered", name)
         response = await handler(request)
     except asyncio.CancelledError:
         raise

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlagent.buffer import Buffer
-from rlagent.errors import ConflictError, NotFoundError, StoreError
+from rlagent.errors import RlagentError
+from rlagent.router.errors import ApiError, to_api_error
+from rlagent.router.json_body import KnownId, Natural, parse_body
 from rlagent.wire import CONTENT_TYPE, encode_lease
 
-B = TypeVar("B", bound="_Body")
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 # Longest wait of one lease request: below the idle timeouts of usual proxies. A learner asks again.
@@ -33,57 +34,51 @@ class LeaseBody(_Body):
     """POST /learner/lease."""
 
     num_groups: int = Field(ge=1, le=1_000_000)
-    step: int = Field(ge=0)
+    step: Natural
     wait_s: float = Field(0.0, ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)
 
 
 class ConsumeBody(_Body):
     """POST /learner/consume."""
 
-    lease_id: str
-    step: int = Field(ge=0)
+    lease_id: KnownId
+    step: Natural
 
 
 class ReleaseBody(_Body):
     """POST /learner/release."""
 
-    lease_id: str
+    lease_id: KnownId
 
 
 class RestoreBody(_Body):
     """POST /learner/restore."""
 
-    cursor: int = Field(ge=0)
-    version: int = Field(ge=0)
-
-
-class _BadRequest(Exception):
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.param = param
+    cursor: Natural
+    version: Natural
 
 
 def routes(buffer: Buffer) -> list[web.RouteDef]:
     """The learner's routes over one buffer."""
 
     async def lease(request: web.Request) -> web.Response:
-        body = await _parse(request, LeaseBody)
+        body = parse_body(await request.read(), LeaseBody)
         found = await buffer.lease(num_groups=body.num_groups, step=body.step, wait_s=body.wait_s)
         if found is None:
             return web.Response(status=204)
         return web.Response(body=await asyncio.to_thread(encode_lease, found), content_type=CONTENT_TYPE)
 
     async def consume(request: web.Request) -> web.Response:
-        body = await _parse(request, ConsumeBody)
+        body = parse_body(await request.read(), ConsumeBody)
         return _json({"cursor": await buffer.consume(body.lease_id, step=body.step)})
 
     async def release(request: web.Request) -> web.Response:
-        body = await _parse(request, ReleaseBody)
+        body = parse_body(await request.read(), ReleaseBody)
         await buffer.release(body.lease_id)
         return _json({})
 
     async def restore(request: web.Request) -> web.Response:
-        body = await _parse(request, RestoreBody)
+        body = parse_body(await request.read(), RestoreBody)
         report = await buffer.restore(cursor=body.cursor, version=body.version)
         return _json({"redelivered": report.redelivered, "interrupted": report.interrupted})
 
@@ -100,49 +95,16 @@ def routes(buffer: Buffer) -> list[web.RouteDef]:
 
 
 def _answered(handler: Handler) -> Handler:
-    """Turn what the buffer refuses into an answer of OpenAI's error shape."""
+    """Turn what is refused into an answer of OpenAI's error shape."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
             return await handler(request)
-        except _BadRequest as error:
-            return _error(400, str(error), "invalid_request_error", error.param, "invalid_body")
-        except NotFoundError as error:
-            return _error(404, str(error), "invalid_request_error", None, "not_found")
-        except ConflictError as error:
-            return _error(409, str(error), "invalid_request_error", None, "conflict")
-        except StoreError as error:
-            return _error(503, str(error), "server_error", None, "store_failed")
+        except (ApiError, RlagentError) as error:
+            return to_api_error(error).response()
 
     return answer
 
 
-async def _parse(request: web.Request, shape: type[B]) -> B:
-    try:
-        found = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise _BadRequest(f"the body is not JSON: {error}; send an object like {_example(shape)}", None) from error
-    if not isinstance(found, dict):
-        raise _BadRequest(f"the body is a {type(found).__name__}; send an object like {_example(shape)}", None)
-    try:
-        return shape.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or None
-        given = "" if first["type"] == "missing" else f" (given: {first['input']!r})"
-        raise _BadRequest(f"{name}: {first['msg']}{given}; send {_example(shape)}", name) from error
-
-
-def _example(shape: type[_Body]) -> str:
-    """The fields of a body with their types, for a message."""
-    fields = shape.model_fields.items()
-    return "{" + ", ".join(f'"{name}": {getattr(field.annotation, "__name__", "?")}' for name, field in fields) + "}"
-
-
 def _json(body: object) -> web.Response:
     return web.Response(body=orjson.dumps(body), content_type="application/json")
-
-
-def _error(status: int, message: str, kind: str, param: str | None, code: str) -> web.Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")

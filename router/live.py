@@ -107,7 +107,7 @@ def sealed(session: Session) -> ApiError:
 
 def hash_key(key: str) -> str:
     """How a key is stored."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()  # a header may hold any bytes
 
 
 class LiveSessions:

@@ -17,6 +17,7 @@ import orjson
 
 from rlagent.router.chat_template import TemplateError
 from rlagent.router.conversation import Message, ToolCall
+from rlagent.router.json_body import text_too_deep
 
 Plain = dict[str, Any]
 Guard = Callable[[Any], Any]
@@ -66,7 +67,7 @@ class MessageForm:
 
     def _arguments(self, text: str) -> Mapping[str, Any] | str:
         """Objects, as transformers asks for; what is no object stays the text that the model wrote."""
-        if self.arguments_as_text:
+        if self.arguments_as_text or text_too_deep(text):
             return text
         try:
             found = orjson.loads(text)

@@ -7,8 +7,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlagent.router.auth import Auth
+from rlagent.router.json_body import KnownId, Natural, parse_body
 from rlagent.router.policy import Policies
-from rlagent.router.sessions_api import parse_body
 
 
 class _Body(BaseModel):
@@ -18,8 +18,8 @@ class _Body(BaseModel):
 class BeginBody(_Body):
     """POST /policy/begin."""
 
-    step: int = Field(ge=0)
-    parent: int = Field(ge=0)
+    step: Natural
+    parent: Natural
     lease_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     mode: str | None = Field(None, pattern="^(abort|retract|in_place)$")
     same_weights: bool = False  # the parent's are sent again, after a resume
@@ -28,16 +28,16 @@ class BeginBody(_Body):
 class CommitBody(_Body):
     """POST /policy/commit."""
 
-    publish_id: str
-    checksum: str
-    snapshot: str | None = None
+    publish_id: KnownId
+    checksum: KnownId
+    snapshot: KnownId | None = None
 
 
 class FailBody(_Body):
     """POST /policy/fail."""
 
-    publish_id: str
-    reason: str
+    publish_id: KnownId
+    reason: KnownId
 
 
 def routes(policies: Policies, auth: Auth) -> list[web.RouteDef]:

@@ -5,15 +5,14 @@ Invariant: `finish` answers only when nothing of the session is in flight any mo
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import replace
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlagent.buffer import Buffer
 from rlagent.errors import ConfigError, NotFoundError
@@ -21,15 +20,15 @@ from rlagent.router.auth import Auth
 from rlagent.router.balance import Pool
 from rlagent.router.config import RouterConfig
 from rlagent.router.errors import invalid
+from rlagent.router.json_body import MAX_INTEGER, ChosenId, KnownId, parse_body
 from rlagent.router.live import LiveSessions, hash_key, new_key
 from rlagent.router.sampling import check_session_sampling
 from rlagent.router.shown import call_json, session_json, trajectory_json
 from rlagent.types import Reward, Session, SessionState
 
 B = TypeVar("B", bound=BaseModel)
-_STATES: Final[tuple[SessionState, ...]] = ("open", "sealed", "failed", "expired")
-_MAX_TEXT: Final = 200  # characters of an id that a client chooses
-_Id = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+STATES: Final[tuple[SessionState, ...]] = ("open", "sealed", "failed", "expired")
+_MAX_DIGITS: Final = 9  # of the number of sessions that are listed
 _Number = int | float
 
 
@@ -40,9 +39,9 @@ class _Body(BaseModel):
 class OpenBody(_Body):
     """POST /sessions."""
 
-    task_id: _Id | None = None
-    group_id: _Id | None = None
-    group_size: int | None = Field(None, ge=1)
+    task_id: ChosenId | None = None
+    group_id: ChosenId | None = None
+    group_size: int | None = Field(None, ge=1, le=MAX_INTEGER)
     deadline_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     train: bool = True
     sampling: dict[str, _Number] = Field(default_factory=dict)
@@ -54,14 +53,14 @@ class RewardBody(_Body):
     """POST /sessions/{id}/reward."""
 
     reward: _Number | dict[str, _Number]
-    call_id: str | None = None
+    call_id: KnownId | None = None
 
 
 class FinishBody(_Body):
     """POST /sessions/{id}/finish."""
 
     reward: _Number | dict[str, _Number] | None = None
-    status: str = Field("completed", min_length=1, max_length=_MAX_TEXT)
+    status: ChosenId = "completed"
 
 
 class SessionsApi:
@@ -148,10 +147,10 @@ class SessionsApi:
         """The newest sessions."""
         await self._auth.admin(request)
         state = request.query.get("state")
-        if state is not None and state not in _STATES:
-            raise invalid(f"state is {state!r}; use one of {', '.join(_STATES)}", "state")
+        if state is not None and state not in STATES:
+            raise invalid(f"state is {state!r}; use one of {', '.join(STATES)}", "state")
         limit = request.query.get("limit", "100")
-        if not limit.isdecimal():
+        if not limit.isdecimal() or len(limit) > _MAX_DIGITS:
             raise invalid(f"limit is {limit!r}, not a number", "limit")
         found = await self._buffer.sessions(state=_state(state), limit=int(limit))
         return _json({"sessions": [session_json(session) for session in found]})
@@ -203,39 +202,11 @@ def _finite(name: str, value: float) -> float:
 
 
 def _state(name: str | None) -> SessionState | None:
-    return next((state for state in _STATES if state == name), None)
+    return next((state for state in STATES if state == name), None)
 
 
 async def _parse(request: web.Request, shape: type[B], *, empty: bool = False) -> B:
     return parse_body(await request.read(), shape, empty=empty)
-
-
-def parse_body(content: bytes, shape: type[B], *, empty: bool = False) -> B:
-    """A JSON body of a known shape; ApiError names the field. NaN and Infinity are let through to be named."""
-    try:
-        found = {} if empty and not content.strip() else _loads(content)
-    except (ValueError, RecursionError) as error:  # too deep is not JSON that we read
-        raise invalid(f"the body is not valid JSON: {error}") from error
-    try:
-        return shape.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = first["loc"][:1]
-        same = [one for one in error.errors() if one["loc"][:1] == field]
-        if len(same) > 1:  # none of a union's forms fits
-            words = " or ".join(dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in same))
-            raise invalid(f"{field[0]}: {first['input']!r:.200} is not {words}", str(field[0])) from error
-        name = ".".join(str(part) for part in first["loc"]) or "the body"
-        known = ", ".join(shape.model_fields)
-        hint = f"; known fields: {known}" if first["type"] == "extra_forbidden" else ""
-        raise invalid(f"{name}: {first['msg']}{hint}", str(first["loc"][0]) if first["loc"] else None) from error
-
-
-def _loads(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return json.loads(content)  # Python's own clients write NaN: a reward of NaN is then named as such
 
 
 def _json(body: object) -> web.Response:

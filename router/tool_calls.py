@@ -1,7 +1,8 @@
 """The written forms of tool calls, read: from what stands between a family's markers to names and argument texts.
 
 In the flow: parse.py finds the markers and asks here. Invariant: an argument's JSON is handed on as it was written, never
-parsed and written again; None where anything is not the form, since a call is not guessed.
+parsed and written again; None where anything is not the form, since a call is not guessed, and where it is nested so deep
+that it could not come back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+from rlagent.router.json_body import text_too_deep
 
 Tools = Sequence[Mapping[str, Any]]
 Calls = list[tuple[str, str]]  # name, arguments' JSON text
@@ -30,7 +33,7 @@ def parse_tool_call(text: str) -> tuple[str, str] | None:
         return None
     name = json.loads(found["name"])
     arguments = found.get("arguments", found.get("parameters", "{}"))
-    if not isinstance(name, str) or not name or not arguments.startswith("{"):
+    if not isinstance(name, str) or not name or not arguments.startswith("{") or text_too_deep(arguments):
         return None
     return name, arguments
 
@@ -72,7 +75,7 @@ def _builtin_call(text: str) -> tuple[str, str] | None:
         given = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
         if len(given) != len(call.keywords):
             return None
-        return call.func.value.id, json.dumps(given, ensure_ascii=False)
+        return _call(call.func.value.id, json.dumps(given, ensure_ascii=False))
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -111,7 +114,7 @@ def glm_call(text: str, tools: Tools) -> Calls | None:
     if text[at:].strip():
         return None
     written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
-    return [(name, "{" + ", ".join(written) + "}")]
+    return object_call(name, "{" + ", ".join(written) + "}")
 
 
 def _glm_value(value: str, schema: object) -> str:
@@ -152,7 +155,7 @@ def _array(text: str) -> Calls | None:
 
 def _call(name: str, arguments: str) -> tuple[str, str] | None:
     name, arguments = name.strip(), arguments.strip()
-    is_object = arguments.startswith("{") and _json_end(arguments, 0) == len(arguments)
+    is_object = arguments.startswith("{") and _json_end(arguments, 0) == len(arguments) and not text_too_deep(arguments)
     return (name, arguments) if name and is_object else None
 
 

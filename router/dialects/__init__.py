@@ -16,6 +16,7 @@ from rlagent.router.dialects.dialect import Dialect
 
 CHAT: Final = Dialect(
     path="chat/completions",
+    body=chat.Request,
     parse=chat.parse,
     answer=chat_answer.completion,
     stream=chat_answer.ChunkWriter,
@@ -23,6 +24,7 @@ CHAT: Final = Dialect(
 )
 COMPLETIONS: Final = Dialect(
     path="completions",
+    body=completions.Request,
     parse=completions.parse,
     answer=completions_answer.completion,
     stream=completions_answer.ChunkWriter,
@@ -30,6 +32,7 @@ COMPLETIONS: Final = Dialect(
 )
 MESSAGES: Final = Dialect(
     path="messages",
+    body=messages.Request,
     parse=messages.parse,
     answer=messages_answer.message,
     stream=messages_answer.EventWriter,
@@ -38,6 +41,7 @@ MESSAGES: Final = Dialect(
 )
 RESPONSES: Final = Dialect(
     path="responses",
+    body=responses.Request,
     parse=responses.parse,
     answer=responses_answer.response,
     stream=responses_answer.EventWriter,

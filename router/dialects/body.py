@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlagent.router.errors import invalid
+from rlagent.router.json_body import load_json
 
 # OpenAI's own limit, for every dialect.
 MAX_STOPS: Final = 4
 OTHER_SAMPLING: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+_MAX_DIGITS: Final = 9  # of a count of retries
 _RESERVED_ARGS: Final = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -27,10 +28,7 @@ B = TypeVar("B", bound=Body)
 
 def read_body(kind: type[B], content: bytes) -> B:
     """A request's body. ApiError names the field."""
-    try:
-        found = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"the body is not valid JSON: {error}") from error
+    found = load_json(content)
     if not isinstance(found, dict):
         raise invalid(f"the body is a JSON {type(found).__name__}, not an object")
     try:
@@ -73,4 +71,4 @@ def read_template_args(found: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def read_retry_count(headers: Mapping[str, str]) -> int:
     """How often the SDK has sent this request before."""
     header = headers.get("x-stainless-retry-count")
-    return int(header) if header is not None and header.isdecimal() else 0
+    return int(header) if header is not None and header.isdecimal() and len(header) <= _MAX_DIGITS else 0

@@ -42,7 +42,9 @@ _REFUSED: Final = {
 }
 
 
-class _Body(Body):
+class Request(Body):
+    """The fields that have an effect."""
+
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -71,7 +73,7 @@ class _Body(Body):
 
 def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     """A request's body as an Ask. ApiError names the field and what to do."""
-    body = read_body(_Body, content)
+    body = read_body(Request, content)
     _check(body)
     tools = body.tools or []
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
@@ -104,7 +106,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     )
 
 
-def _check(body: _Body) -> None:
+def _check(body: Request) -> None:
     """Refuse what is known and cannot be honoured."""
     refuse(body, _REFUSED)
     if body.top_logprobs:
@@ -128,7 +130,7 @@ def _check(body: _Body) -> None:
             raise invalid(f"tools.{index} is not {{'type': 'function', 'function': {{'name': ...}}}}", "tools")
 
 
-def _grammar(body: _Body) -> Grammar | None:
+def _grammar(body: Request) -> Grammar | None:
     choice, form = body.tool_choice, body.response_format or {}
     if isinstance(choice, dict):
         function = choice.get("function")

@@ -27,7 +27,9 @@ _REFUSED: Final = {
 }
 
 
-class _Body(Body):
+class Request(Body):
+    """The fields that have an effect."""
+
     model: str
     prompt: str | list[Any]
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -50,7 +52,7 @@ class _Body(Body):
 
 def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     """A request's body as an Ask. ApiError names the field and what to do."""
-    body = read_body(_Body, content)
+    body = read_body(Request, content)
     refuse(body, _REFUSED)
     if (body.logprobs or 0) > 1:
         raise invalid("logprobs is at most 1: only the sampled token's logprob is kept", "logprobs")

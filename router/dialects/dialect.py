@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlagent.router.dialects.ask import Ask
+from rlagent.router.dialects.body import Body
 from rlagent.router.errors import ApiError
 from rlagent.router.parse import Event
 from rlagent.router.tokenizer import Tokenizer
@@ -54,11 +55,12 @@ class StreamWriter(Protocol):
 class Dialect:
     """One wire format.
 
-    `path` is where it is served below /v1; ApiError of `parse` names the field and what to do; `error` is the body of a
-    refusal; `request_id` the header in which its SDK looks for the id of a request.
+    `path` is where it is served below /v1; `body` the fields that it reads; ApiError of `parse` names the field and what
+    to do; `error` is the body of a refusal; `request_id` the header in which its SDK looks for the id of a request.
     """
 
     path: str
+    body: type[Body]
     parse: Callable[[bytes, Mapping[str, str]], Ask]
     answer: Callable[[Call, Ask, Tokenizer], Json]
     stream: Callable[[Begun], StreamWriter]

@@ -47,7 +47,9 @@ class Prompt(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _Body(Prompt):
+class Request(Prompt):
+    """The fields that have an effect."""
+
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -62,7 +64,7 @@ class _Body(Prompt):
 
 def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     """A request's body as an Ask. ApiError names the field and what to do."""
-    body = read_body(_Body, content)
+    body = read_body(Request, content)
     conversation = _conversation(body)
     choice = (body.tool_choice or {}).get("type", "auto")
     effort = {name: value for name, value in (body.output_config or {}).items() if name != "format"}
@@ -110,7 +112,7 @@ def _conversation(body: Prompt) -> Conversation:
     )
 
 
-def _grammar(body: _Body, conversation: Conversation) -> Grammar | None:
+def _grammar(body: Request, conversation: Conversation) -> Grammar | None:
     choice = body.tool_choice or {}
     kind = choice.get("type", "auto")
     if kind not in ("auto", "none", "any", "tool"):

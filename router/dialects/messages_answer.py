@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -148,12 +149,18 @@ def _content(answered: Message) -> list[Json]:
 
 
 def _strict(arguments: str) -> str:
-    """Arguments as they were sampled, so that they come back so; what only Python takes for JSON (NaN) as null."""
+    """Arguments as they were sampled, so that they come back so; what only Python takes for JSON, as its nearest JSON."""
     try:
         orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return json.dumps(json.loads(arguments, parse_constant=lambda _: None))
+        found = json.loads(arguments, parse_constant=lambda _: None, parse_float=_finite)
+        return json.dumps(found, ensure_ascii=False).encode(errors="replace").decode()  # lone surrogates
     return arguments
+
+
+def _finite(number: str) -> float | None:
+    found = float(number)
+    return found if math.isfinite(found) else None
 
 
 def _signature(thinking: str) -> str:

@@ -29,7 +29,9 @@ _REFUSED: Final = {
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class _Body(Body):
+class Request(Body):
+    """The fields that have an effect."""
+
     model: str
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -50,7 +52,7 @@ class _Body(Body):
 
 def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     """A request's body as an Ask. ApiError names the field and what to do."""
-    body = read_body(_Body, content)
+    body = read_body(Request, content)
     _check(body)
     sent = [Message(role="user", content=body.input)] if isinstance(body.input, str) else read_items(body.input or [])
     lead = [Message(role="system", content=body.instructions)] if body.instructions else []
@@ -76,7 +78,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     )
 
 
-def _check(body: _Body) -> None:
+def _check(body: Request) -> None:
     refuse(body, _REFUSED)
     if not body.input and body.previous_response_id is None:
         raise invalid("input is missing: give text or a list of items", "input")
@@ -96,7 +98,7 @@ def _check(body: _Body) -> None:
         )
 
 
-def _grammar(body: _Body, tools: tuple[Mapping[str, Any], ...]) -> Grammar | None:
+def _grammar(body: Request, tools: tuple[Mapping[str, Any], ...]) -> Grammar | None:
     choice = body.tool_choice
     if isinstance(choice, dict):
         if choice.get("type") != "function":
@@ -130,7 +132,7 @@ def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return {"type": "function", "function": {name: found[name] for name in names if found.get(name) is not None}}
 
 
-def _echo(body: _Body) -> dict[str, Any]:
+def _echo(body: Request) -> dict[str, Any]:
     """What a response says of its request."""
     extra = body.model_extra or {}
     return {

@@ -104,14 +104,14 @@ async def test_a_lease_request_waits_for_the_data(served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("lease", b"{", None, "not JSON"),
-        ("lease", b"[]", None, "the body is a list"),
+        ("lease", b"{", None, "not valid JSON"),
+        ("lease", b"[]", None, "the body is a JSON list"),
         ("lease", b"{}", "num_groups", "Field required"),
         ("lease", b'{"num_groups": 0, "step": 1}', "num_groups", "greater than or equal to 1"),
         ("lease", b'{"num_groups": "2", "step": 1}', "num_groups", "given: '2'"),
         ("lease", b'{"num_groups": 1, "step": 1, "wait_s": 1e9}', "wait_s", "less than or equal to 300"),
         ("lease", b'{"num_groups": 1, "step": 1, "more": 1}', "more", "Extra inputs are not permitted"),
-        ("consume", b'{"step": 1}', "lease_id", 'send {"lease_id": str, "step": int}'),
+        ("consume", b'{"step": 1}', "lease_id", "known fields: lease_id, step"),
         ("release", b'{"lease_id": 5}', "lease_id", "valid string"),
         ("restore", b'{"cursor": -1, "version": 0}', "cursor", "greater than or equal to 0"),
     ],

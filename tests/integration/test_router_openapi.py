@@ -2,64 +2,24 @@
 
 import re
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from router_harness import USER, Harness, always, router, said
+from router_harness import always, router, said
 
 from rlagent.router.config import RouterConfig
 
-FIELDS = (
-    "model",
-    "messages",
-    "input",
-    "prompt",
-    "tools",
-    "stop",
-    "n",
-    "max_tokens",
-    "stream",
-    "reward",
-    "status",
-    "ttl_s",
+RAW = (
+    b"",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"{",
+    b"\xff\xfe",
+    b'{"a":' * 5000,
+    b'{"a":' * 100 + b"1" + b"}" * 100,
+    b'{"messages": NaN}',
 )
-FIELDS += (
-    "metadata",
-    "group_id",
-    "group_size",
-    "num_groups",
-    "step",
-    "wait_s",
-    "lease_id",
-    "cursor",
-    "version",
-    "parent",
-)
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    2**70,
-    1e308,
-    "",
-    "\x00",
-    "\ud7ff",
-    [],
-    [None],
-    {},
-    {"role": 1},
-    USER,
-    [[]],
-)
-RAW = (b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b'{"a":' * 5000, b'{"messages": NaN}')
-
-
-async def operations(app: Harness) -> list[tuple[str, str]]:
-    """(method, path with made-up parameters) of the whole document."""
-    paths = (await app.http.get("/openapi.json")).json()["paths"]
-    return [(method, re.sub(r"{\w+}", "nobody", path)) for path, methods in paths.items() for method in methods]
 
 
 async def test_the_document_names_what_is_served(tmp_path: Path) -> None:
@@ -70,18 +30,48 @@ async def test_the_document_names_what_is_served(tmp_path: Path) -> None:
         assert not paths["/health"]["get"]["security"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-async def test_no_body_makes_an_error_of_ours(tmp_path: Path, seed: int) -> None:
-    random = Random(seed)
+async def test_what_is_no_body_is_refused_on_every_path(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("hi"))) as app:
-        for method, path in await operations(app):
-            for index in range(len(RAW) if method == "post" else 1):
-                body = {field: random.choice(VALUES) for field in random.sample(FIELDS, 8)}
-                key = {"authorization": f"Bearer {seed}-{path}-{index}"} if random.random() < 0.8 else {}
-                for more in ({"json": body}, {"content": RAW[index]}) if method == "post" else ({},):
-                    answer = await app.http.request(method, path, headers=key, **more)
-                    assert answer.status_code < 500, (method, path, more, answer.text)
+        paths = (await app.http.get("/openapi.json")).json()["paths"]
+        for path in (path for path, methods in paths.items() if "post" in methods):
+            for number, raw in enumerate(RAW):
+                key = {"authorization": f"Bearer {number}-{path}"}
+                answer = await app.http.post(re.sub(r"{\w+}", "nobody", path), headers=key, content=raw)
+                empty = not raw and path == "/sessions"  # all of its fields have defaults
+                assert answer.status_code in ((200,) if empty else (400, 403, 404)), (path, raw[:20], answer.text)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field"),
+    [
+        ("GET", "/sessions/a%00b", None, "session_id"),
+        ("POST", "/sessions/a%00b/finish", {}, "session_id"),
+        ("POST", "/sessions", {"task_id": "a\0b"}, "task_id"),
+        ("POST", "/sessions", {"group_id": "a\0b"}, "group_id"),
+        ("POST", "/sessions/{}/reward", {"reward": 1, "call_id": "a\0b"}, "call_id"),
+        ("POST", "/sessions/{}/finish", {"status": "a\0b"}, "status"),
+        ("POST", "/learner/consume", {"lease_id": "a\0b", "step": 0}, "lease_id"),
+        ("POST", "/policy/fail", {"publish_id": "a\0b", "reason": "x"}, "publish_id"),
+        ("POST", "/sessions", {"group_id": "a", "group_size": 2**63}, "group_size"),
+        ("POST", "/learner/restore", {"cursor": 2**63, "version": 0}, "cursor"),
+        ("GET", "/sessions?limit=" + "9" * 5000, None, "limit"),
+    ],
+)
+async def test_what_no_store_can_hold_is_refused_by_name(
+    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None, field: str
+) -> None:
+    async with router(tmp_path, always(said("hi"))) as app:
+        session_id = (await app.http.post("/sessions", json={})).json()["session_id"]
+        answer = await app.http.request(method, path.format(session_id), json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == field
+
+
+async def test_any_bytes_may_be_a_key_or_a_count_of_retries(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("hi"))) as app:
+        for header in (b"Bearer \xff\xfe", b"Bearer \xed\xa0\x80"):
+            answer = await app.chat(headers={"authorization": header, "x-stainless-retry-count": "9" * 5000})
+            assert answer.status_code == 200, answer.text
 
 
 async def test_headers_and_bodies_have_a_limit(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ async def router(
     config: RouterConfig | None = None,
     sampling: SamplingConfig | None = None,
     model: Path = MODEL,
+    buffer: BufferConfig | None = None,
 ) -> AsyncIterator[Harness]:
     """A router over one scripted engine a script."""
     config = config or RouterConfig()
@@ -100,7 +101,7 @@ async def router(
             router=config,
             sampling=sampling or SamplingConfig(max_tokens=32),
             engine=EngineConfig(kind="attach", urls=tuple(engine.url for engine in engines)),
-            buffer=BufferConfig(),
+            buffer=buffer or BufferConfig(),
             buffer_path=directory / "buffer.db",
         ) as url,
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as http,

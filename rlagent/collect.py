@@ -43,7 +43,7 @@ class Collector:
         self._replaced = 0  # groups of this step's leases that are not trained on
         self._training = 0  # groups leased whose weights are not published yet
         self._wake = asyncio.Event()
-        self.failures: dict[str, int] = {}  # failed rollouts by status, since the start
+        self.failures: dict[str, int] = {}  # failed rollouts by status, and verifiers by how, since the start
 
     def training(self, num_groups: int) -> None:
         """A lease of so many groups is being trained on: they count as outstanding until `advance`."""
@@ -129,6 +129,9 @@ class Collector:
             if outcome.status != "completed":
                 self.failures[outcome.status] = self.failures.get(outcome.status, 0) + 1
                 self._failed(handle.session_id, outcome)
+            for how in () if outcome.reward is None else outcome.reward.failed.values():
+                name = f"verifier_{how}"
+                self.failures[name] = self.failures.get(name, 0) + 1
             await self._client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)
             if outcome.status != "interrupted":
                 return

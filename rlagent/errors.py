@@ -64,6 +64,14 @@ class SandboxError(RlagentError):
     """A sandbox could not be made, or an operation on it is not allowed."""
 
 
+class VerifierError(RlagentError):
+    """A verifier cannot give a number: the task lacks a field, an endpoint answered something else."""
+
+
+class VerifierCrashError(VerifierError):
+    """The process that a verifier ran in died."""
+
+
 class RequestError(StoreError):
     """What was asked of the data buffer makes no sense by itself; asking again does not help."""
 

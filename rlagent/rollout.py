@@ -48,9 +48,11 @@ async def run_rollout(function: RolloutFunction, task: Task, session: Any, timeo
 
 def to_reward(value: object) -> Reward:
     """A rollout's return value as a Reward. RolloutError when it is not one, or not finite."""
+    failed: Mapping[str, str] = {}
     if isinstance(value, Reward):
         components: Mapping[str, object] = value.components
         calls: Mapping[str, object] = value.calls
+        failed = value.failed
     elif isinstance(value, Mapping):
         components, calls = value, {}
     else:
@@ -58,6 +60,7 @@ def to_reward(value: object) -> Reward:
     return Reward(
         components={str(name): _finite(f"reward {name!r}", item) for name, item in components.items()},
         calls={str(name): _finite(f"reward of call {name!r}", item) for name, item in calls.items()},
+        failed={str(name): str(how) for name, how in failed.items()},
     )
 
 

@@ -300,6 +300,8 @@ class Loop:
         found = await evaluate(self._client, self._pool, self._held_out, self._config.eval)
         self._display.evaluated(self._position.step, found.success, found.reward, found.num_tasks)
         metrics = {"eval/success": found.success, "eval/reward": found.reward, "eval/failed": found.num_failed}
+        if found.num_verifiers_failed:
+            metrics["eval/verifiers_failed"] = found.num_verifiers_failed
         if self._position.step == 0:
             self._run.write_metrics(0, metrics)
         return metrics

@@ -122,12 +122,15 @@ class Call:
 class Reward:
     """A rollout's reward: named finite components that sum to the total, and optional per-call rewards.
 
+    `failed` names the components whose verifier failed, and how ("timeout", "crash", ...): counted by the run, not stored.
+
     >>> Reward(components={"correct": 1.0, "format": 0.2}).total
     1.2
     """
 
     components: Mapping[str, float] = field(default_factory=dict)
     calls: Mapping[str, float] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> float:

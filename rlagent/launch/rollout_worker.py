@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import os
 import sys
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -66,7 +67,7 @@ def _to_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "error": outcome.error,
-        "reward": None if reward is None else {"components": dict(reward.components), "calls": dict(reward.calls)},
+        "reward": None if reward is None else asdict(reward),
     }
 
 

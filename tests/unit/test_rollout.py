@@ -39,6 +39,10 @@ def plain(task, session):
             time.sleep(0.01)
     return session.api_key == "k"
 
+async def judged(task, session):
+    import rlagent
+    return rlagent.Reward(components={"right": 0.0}, calls={"c": 0.5}, failed={"right": "timeout"})
+
 async def wrong(task, session):
     return "yes"
 
@@ -122,6 +126,12 @@ async def test_a_pool_outlives_its_failing_rollouts(functions: Path, name: str, 
     async with make_pool(functions, name) as pool:
         outcomes = [await pool.run({"x": 0}, SESSION) for _ in range(2)]
     assert [outcome.status for outcome in outcomes] == [status, status]
+
+
+async def test_a_failed_verifier_reaches_the_run_with_the_reward(functions: Path) -> None:
+    async with make_pool(functions, "judged") as pool:
+        outcome = await pool.run({"x": 1}, SESSION)
+    assert outcome.reward == Reward(components={"right": 0.0}, calls={"c": 0.5}, failed={"right": "timeout"})
 
 
 async def test_a_hanging_rollout_times_out(functions: Path) -> None:

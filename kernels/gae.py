@@ -7,24 +7,25 @@ Plain torch is the reference and the CPU's implementation; on a GPU a Triton ker
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float32, Int32
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 
 
 def gae_packed(
-    reward: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    reward: Float32[Tensor, " n"],
+    value: Float32[Tensor, " n"],
+    mask: Bool[Tensor, " n"],
+    cu_seqlens: Int32[Tensor, " rows_and_1"],
     gamma: float,
     lam: float,
     *,
     backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float32[Tensor, " n"], Float32[Tensor, " n"]]:
     """A_t = d_t + gamma lam A_next, d_t = r_t + gamma V_next - V_t, next the following sampled token of the row (arXiv 1506.02438, eq. 16).
 
-    reward, value [N] f32, mask [N] bool, cu_seqlens [B+1] int32. Returns (advantage, return = A + V) [N] f32, 0 outside the mask.
+    Returns (advantage, return = A + V), 0 outside the mask.
     """
     if backend == "triton" or (backend == "auto" and reward.is_cuda):
         from rlagent.kernels import gae_triton
@@ -35,8 +36,9 @@ def gae_packed(
 
 
 def reference(
-    reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+    reward: Float32[Tensor, " n"], value: Float32[Tensor, " n"], mask: Bool[Tensor, " n"],
+    cu_seqlens: Int32[Tensor, " rows_and_1"], gamma: float, lam: float,
+) -> tuple[Float32[Tensor, " n"], Float32[Tensor, " n"]]:  # fmt: skip
     """All rows side by side, one step a sampled token of the longest."""
     places = torch.nonzero(mask).squeeze(1)
     row = torch.searchsorted(cu_seqlens.long(), places, right=True) - 1

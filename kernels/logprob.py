@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from rlagent.kernels.reference import Partial, gradient_rows_, partial_rows
@@ -16,15 +17,15 @@ Backend = Literal["auto", "torch", "triton"]
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100,
-    return_entropy: bool = False, tp_group: Any = None, chunk: int = 2048, backend: Backend = "auto",
-    vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    hidden: Float[Tensor, "t h"], weight: Float[Tensor, "v h"], target: Int64[Tensor, " t"], *,
+    temperature: float | Float[Tensor, " t"] = 1.0, ignore_index: int = -100, return_entropy: bool = False,
+    tp_group: Any = None, chunk: int = 2048, backend: Backend = "auto", vocab_size: int | None = None,
+) -> tuple[Float32[Tensor, " t"], Float32[Tensor, " t"] | None]:  # fmt: skip
     """log_softmax(hidden weight^T / temperature) at `target`, and optionally its entropy.
 
-    hidden [T, H]; weight [V, H] (with tp_group: this rank's contiguous shard, shards in rank order); target [T] int64, global ids,
-    or ignore_index (logprob and entropy 0, no gradient); temperature a number or [T]; columns >= vocab_size are padding.
-    Returns (logprob [T] f32, entropy [T] f32 or None), both differentiable in hidden and weight.
+    weight: with tp_group this rank's contiguous shard, shards in rank order; target: global ids, or ignore_index (logprob and
+    entropy 0, no gradient); columns >= vocab_size are padding. Returns (logprob, entropy or None), both differentiable in hidden
+    and weight.
     """
     scale = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0])
     rows = _rows(backend, hidden.device)
@@ -66,7 +67,7 @@ class _LinearLogprob(torch.autograd.Function):
         return torch.where(kept, logprob, 0.0), torch.where(kept, entropy, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, temperature, lse, entropy, kept = ctx.saved_tensors
         return_entropy, shard, chunk, rows = ctx.options
         grad_logprob = torch.zeros_like(lse) if grads[0] is None else torch.where(kept, grads[0], 0.0) / temperature
@@ -98,12 +99,14 @@ class _Shard:
         # Padding rows of the weight are left out of the product: no column has to be masked afterwards.
         self.valid = self.size if vocab_size is None else min(self.size, max(0, vocab_size - self.start))
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-        """z [c, valid] f32."""
+    def logits(
+        self, hidden: Float[Tensor, "c h"], weight: Float[Tensor, "v h"], temperature: Float[Tensor, " c"]
+    ) -> Float32[Tensor, "c valid"]:
+        """z of a chunk."""
         z = (hidden.to(weight.dtype) @ weight[: self.valid].T).float()
         return z.div_(temperature.unsqueeze(1))
 
-    def local(self, target: Tensor) -> Tensor:
+    def local(self, target: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
         """Targets as indices into the shard, -1 where they lie elsewhere or are ignored."""
         index = target - self.start
         return torch.where((index >= 0) & (index < self.size) & (target >= 0), index, -1)

@@ -7,21 +7,22 @@ Rows are tokens; z are logits already divided by the temperature. With a vocabul
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
 
 @dataclass(slots=True)
 class Partial:
-    """Of one vocabulary shard, all [c] f32: max z; sum exp(z - max); sum exp(z - max) z; target z (0 if not in the shard)."""
+    """Of one vocabulary shard, for each row: max z; sum exp(z - max); sum exp(z - max) z; target z (0 if not in the shard)."""
 
-    maximum: Tensor
-    sum_exp: Tensor
-    sum_exp_z: Tensor
-    target: Tensor
+    maximum: Float32[Tensor, " c"]
+    sum_exp: Float32[Tensor, " c"]
+    sum_exp_z: Float32[Tensor, " c"]
+    target: Float32[Tensor, " c"]
 
 
-def partial_rows(z: Tensor, target: Tensor) -> Partial:
-    """Statistics of z [c, V] f32. target [c] int64 is an index into this shard, or negative when it lies elsewhere."""
+def partial_rows(z: Float32[Tensor, "c v"], target: Int64[Tensor, " c"]) -> Partial:
+    """Statistics of z. target is an index into this shard, or negative when it lies elsewhere."""
     if not z.shape[1]:  # a shard of padding only
         zero = z.new_zeros(len(z))
         return Partial(torch.full_like(zero, -torch.inf), zero, zero, zero)
@@ -35,9 +36,10 @@ def partial_rows(z: Tensor, target: Tensor) -> Partial:
 
 
 def gradient_rows_(
-    z: Tensor, target: Tensor, lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
-    """Overwrite z [c, V] with dz: p = exp(z - lse); dz = g_lp (onehot - p) - g_H p (log p + H). All else [c]."""
+    z: Float32[Tensor, "c v"], target: Int64[Tensor, " c"], lse: Float32[Tensor, " c"], entropy: Float32[Tensor, " c"],
+    grad_logprob: Float32[Tensor, " c"], grad_entropy: Float32[Tensor, " c"] | None,
+) -> Float32[Tensor, "c v"]:  # fmt: skip
+    """Overwrite z with dz: p = exp(z - lse); dz = g_lp (onehot - p) - g_H p (log p + H)."""
     logp = z.sub_(lse.unsqueeze(1))
     p = logp.exp()
     if grad_entropy is None:

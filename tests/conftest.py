@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import checked_shapes  # noqa: F401 (before anything of the trainer is imported)
 import pytest
 import torch
 from postgres_server import PostgresServer, server_or_skip

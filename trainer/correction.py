@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from rlagent.trainer.config import CorrectionConfig
+from rlagent.trainer.streams import PerToken, TokenIndex, TokenMask
 
-# (w [T], config) -> factor [T]
-Rule = Callable[[Tensor, CorrectionConfig], Tensor]
+# (w, config) -> factor
+Rule = Callable[[PerToken, CorrectionConfig], PerToken]
 
 
-def tis(w: Tensor, config: CorrectionConfig) -> Tensor:
+def tis(w: PerToken, config: CorrectionConfig) -> PerToken:
     """Truncated importance sampling: min(w, high) (Yao et al. 2025; Ionides 2008)."""
     return w.clamp(max=config.high)
 
 
-def mis(w: Tensor, config: CorrectionConfig) -> Tensor:
+def mis(w: PerToken, config: CorrectionConfig) -> PerToken:
     """Masked importance sampling, IcePop: w inside [low, high], 0 outside (arXiv 2510.18855, eq. 3)."""
     return torch.where((w >= config.low) & (w <= config.high), w, torch.zeros_like(w))
 
@@ -29,8 +29,10 @@ def mis(w: Tensor, config: CorrectionConfig) -> Tensor:
 _RULES: Final[Mapping[str, Rule]] = {"tis": tis, "mis": mis, "icepop": mis}
 
 
-def correction(log_w: Tensor, mask: Tensor, sequence_index: Tensor, config: CorrectionConfig) -> Tensor | None:
-    """Factor [T], or None when nothing is corrected. log_w [T] must be 0 outside the mask."""
+def correction(
+    log_w: PerToken, mask: TokenMask, sequence_index: TokenIndex, config: CorrectionConfig
+) -> PerToken | None:
+    """The factor, or None when nothing is corrected. log_w must be 0 outside the mask."""
     if config.name == "none" and config.veto is None:
         return None
     log_w = log_w.detach()
@@ -44,7 +46,7 @@ def correction(log_w: Tensor, mask: Tensor, sequence_index: Tensor, config: Corr
     return factor
 
 
-def _level(log_w: Tensor, mask: Tensor, sequence_index: Tensor, level: str) -> Tensor:
+def _level(log_w: PerToken, mask: TokenMask, sequence_index: TokenIndex, level: str) -> PerToken:
     """log w of each token, of its sequence (sum), or its sequence's geometric mean."""
     if level == "token":
         return log_w

@@ -7,6 +7,7 @@ Invariant: what stands under the mask (NaN included) touches neither the value n
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlagent.errors import LearnerError
@@ -14,15 +15,15 @@ from rlagent.loading import load_function
 from rlagent.trainer.config import CorrectionConfig, LossConfig
 from rlagent.trainer.correction import correction
 from rlagent.trainer.kl import KL_ESTIMATORS
-from rlagent.trainer.streams import LossInput
+from rlagent.trainer.streams import LossInput, PerToken, TokenMask
 from rlagent.trainer.token_loss import TOKEN_LOSSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """loss: scalar, sum over tokens of weight * per-token loss. stats: sums over masked-in tokens; "max:" keys are maxima."""
+    """loss: sum over tokens of weight * per-token loss. stats: sums over masked-in tokens; "max:" keys are maxima."""
 
-    loss: Tensor
+    loss: Float[Tensor, ""]
     stats: dict[str, Tensor]
 
 
@@ -60,7 +61,7 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
 def _masked(s: LossInput) -> LossInput:
     """The streams with 0 where nothing was sampled, before any arithmetic: where() cuts the gradient exactly."""
 
-    def put(values: Tensor) -> Tensor:
+    def put(values: PerToken) -> PerToken:
         return torch.where(s.loss_mask, values, torch.zeros_like(values))
 
     return LossInput(
@@ -96,7 +97,7 @@ def _stats(s: LossInput, config: LossConfig) -> dict[str, Tensor]:
     }
 
 
-def _mismatch(gap: Tensor, w: Tensor, mask: Tensor, prefix: str) -> dict[str, Tensor]:
+def _mismatch(gap: PerToken, w: PerToken, mask: TokenMask, prefix: str) -> dict[str, Tensor]:
     """Sums over the tokens of `mask` of what tells the engine's logprobs from the learner's."""
     gap, w = torch.where(mask, gap, torch.zeros_like(gap)), torch.where(mask, w, torch.zeros_like(w))
     found = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlagent.errors import LearnerError
 from rlagent.trainer.model.packing import PackedRows, local_tokens, pack_rows
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.streams import PerToken, TokenIndex, TokenMask
 from rlagent.types import Batch, Int64Array
 
 IGNORED: Final = -100
@@ -26,14 +27,14 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """What the loss needs of each scored token, all [S]."""
+    """What the loss needs of each scored token."""
 
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    weight: Tensor
-    loss_mask: Tensor
-    sequence_index: Tensor  # of the token's row in the batch: a row is never cut, so all of its tokens are here
-    fresh: Tensor | None  # sampled by the version that the learner holds; None where that is not known
+    rollout_logprobs: PerToken
+    advantages: PerToken
+    weight: PerToken
+    loss_mask: TokenMask
+    sequence_index: TokenIndex  # of the token's row in the batch: a row is never cut, so all of its tokens are here
+    fresh: TokenMask | None  # sampled by the version that the learner holds; None where that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,33 +8,32 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from rlagent.trainer.config import LossConfig
-from rlagent.trainer.streams import LossInput
+from rlagent.trainer.streams import LossInput, PerToken
 
 # exp of more overflows fp32, and 0 * inf is NaN; a token that far off is clipped, or rejected, anyway.
 _MAX_LOG_RATIO: Final = 60.0
-# (streams with the mask applied, config) -> per-token loss [T]
-TokenLoss = Callable[[LossInput, LossConfig], Tensor]
+# (streams with the mask applied, config) -> per-token loss
+TokenLoss = Callable[[LossInput, LossConfig], PerToken]
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
+def _exp(log_ratio: PerToken) -> PerToken:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def _sequence_sum(values: Tensor, s: LossInput) -> Tensor:
+def _sequence_sum(values: PerToken, s: LossInput) -> PerToken:
     """Of each token, the sum over its row's sampled tokens."""
     size = int(s.sequence_index.max()) + 1
     return values.new_zeros(size).index_add(0, s.sequence_index, values)[s.sequence_index]
 
 
-def _sequence_mean(values: Tensor, s: LossInput) -> Tensor:
+def _sequence_mean(values: PerToken, s: LossInput) -> PerToken:
     """Of each token, the mean over its row's sampled tokens."""
     return _sequence_sum(values, s) / _sequence_sum(s.loss_mask.to(values.dtype), s).clamp(min=1)
 
 
-def ppo(s: LossInput, config: LossConfig) -> Tensor:
+def ppo(s: LossInput, config: LossConfig) -> PerToken:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10).
 
     Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
@@ -47,13 +46,13 @@ def ppo(s: LossInput, config: LossConfig) -> Tensor:
     return torch.where(s.advantages < 0, torch.minimum(loss, -config.dual_clip * s.advantages), loss)
 
 
-def cispo(s: LossInput, config: LossConfig) -> Tensor:
+def cispo(s: LossInput, config: LossConfig) -> PerToken:
     """-sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
     ratio = _exp(s.logprobs - s.old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
     return -ratio.detach() * s.advantages * s.logprobs
 
 
-def gspo(s: LossInput, config: LossConfig) -> Tensor:
+def gspo(s: LossInput, config: LossConfig) -> PerToken:
     """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 14)."""
     mean = _sequence_mean(s.logprobs.detach() - s.old_logprobs, s)
     ratio = _exp(mean) * (s.logprobs - s.logprobs.detach()).exp()
@@ -61,18 +60,18 @@ def gspo(s: LossInput, config: LossConfig) -> Tensor:
     return torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
 
 
-def reinforce(s: LossInput, config: LossConfig) -> Tensor:
+def reinforce(s: LossInput, config: LossConfig) -> PerToken:
     """-A lp (Williams 1992, eq. 11)."""
     del config
     return -s.advantages * s.logprobs
 
 
-def decoupled_ppo(s: LossInput, config: LossConfig) -> Tensor:
+def decoupled_ppo(s: LossInput, config: LossConfig) -> PerToken:
     """PPO on the ratio to the proximal policy, times exp(lp_old - lp_roll) (AReaL, arXiv 2505.24298, eq. 5)."""
     return ppo(s, config) * _exp(s.old_logprobs - s.rollout_logprobs)
 
 
-def gmpo(s: LossInput, config: LossConfig) -> Tensor:
+def gmpo(s: LossInput, config: LossConfig) -> PerToken:
     """-A times the geometric mean of the row's ratios, each clipped where that is pessimistic (GMPO, arXiv 2507.20673, eq. 4)."""
     log_ratio = s.logprobs - s.old_logprobs
     low, high = torch.tensor([1 - config.clip_low, 1 + config.clip_high], dtype=torch.float64).log().tolist()
@@ -80,20 +79,20 @@ def gmpo(s: LossInput, config: LossConfig) -> Tensor:
     return -s.advantages * _exp(_sequence_mean(torch.where(s.loss_mask, clipped, 0.0), s))
 
 
-def sapo(s: LossInput, config: LossConfig) -> Tensor:
+def sapo(s: LossInput, config: LossConfig) -> PerToken:
     """-A 4 / tau sigmoid(tau (r - 1)), a soft gate in place of the clip (SAPO, arXiv 2511.20347, eq. 6)."""
     tau = torch.where(s.advantages > 0, config.tau_positive, config.tau_negative)
     return -s.advantages * 4 / tau * torch.sigmoid(tau * (_exp(s.logprobs - s.old_logprobs) - 1))
 
 
-def topr(s: LossInput, config: LossConfig) -> Tensor:
+def topr(s: LossInput, config: LossConfig) -> PerToken:
     """-A sg(rho) lp; rho is 1 for A > 0, else the row's ratio, at most 1 (TOPR, arXiv 2503.14286, eq. 8)."""
     del config
     ratio = _exp(_sequence_sum(s.logprobs.detach() - s.old_logprobs, s)).clamp(max=1)
     return -torch.where(s.advantages > 0, torch.ones_like(ratio), ratio) * s.advantages * s.logprobs
 
 
-def sft(s: LossInput, config: LossConfig) -> Tensor:
+def sft(s: LossInput, config: LossConfig) -> PerToken:
     """-lp: cross entropy on the sampled tokens, whatever their reward."""
     del config
     return -s.logprobs

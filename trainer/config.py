@@ -178,6 +178,9 @@ class ParallelConfig(_Part):
     expert: int = Field(1, ge=1)
     data: int = Field(1, ge=1)
     sequence: bool = False
+    distributed_optimizer: bool = Field(
+        False, description="each data-parallel rank keeps and updates its share of AdamW's state only (ZeRO-1)"
+    )
 
     @property
     def world_size(self) -> int:

@@ -19,10 +19,9 @@ from rlagent.trainer import weights
 from rlagent.trainer.config import LearnerConfig
 from rlagent.trainer.forward import Stats, backward, score_all, sum_gradients, value
 from rlagent.trainer.microbatch import Microbatch
-from rlagent.trainer.model import megatron
 from rlagent.trainer.model.architecture import Architecture
 from rlagent.trainer.model.build import PolicyModel
-from rlagent.trainer.optimizer import PolicyOptimizer
+from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import Rule, rules
 
@@ -72,9 +71,7 @@ class Critic:
                 torch.zeros(arch.hidden_size, dtype=getattr(torch, config.dtype), device=plan.device)
             )
         model.config.finalize_model_grads_func = sum_gradients
-        self.model = megatron.DistributedDataParallel(
-            model.config, megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
+        self.model = data_parallel(model, distributed=plan.config.distributed_optimizer)
         own = config.optimizer.model_copy(update={"lr": config.critic.lr, "min_lr": 0.0})
         self.optimizer = PolicyOptimizer(own, self.model, dtype=getattr(torch, config.dtype))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,10 +28,9 @@ from rlagent.trainer.critic import Critic, ValueWork
 from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
-from rlagent.trainer.model import megatron
 from rlagent.trainer.model.architecture import read_architecture
 from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
-from rlagent.trainer.optimizer import PolicyOptimizer, learning_rate
+from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
 from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
@@ -89,9 +88,7 @@ class Learner:
             else None
         )
         policy.config.finalize_model_grads_func = sum_gradients
-        self.model = megatron.DistributedDataParallel(
-            policy.config, megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy
-        )
+        self.model = data_parallel(policy, distributed=self.plan.config.distributed_optimizer)
         self.optimizer = PolicyOptimizer(self.config.optimizer, self.model, dtype=self.dtype)
         self.critic = (
             Critic(self.config, self._load_model(), self.arch, self.plan)
@@ -253,12 +250,10 @@ class Learner:
         return {rule: parameter for rule, parameter in found.items() if parameter is not None}
 
     def _states(self) -> dict[Rule, dict[str, Tensor]]:
-        """Everything a resume needs of the models, by what it is."""
-        states = self.optimizer.states()
-        found = {rule: states[id(parameter)] for rule, parameter in self._parameters().items()}
+        """Everything a resume needs of the models, by what it is; complete on the ranks that write it."""
+        found = _by_rule(self._parameters(), self.optimizer.states())
         if self.critic is not None:
-            states = self.critic.optimizer.states()
-            found |= {rule: states[id(parameter)] for rule, parameter in self.critic.parameters().items()}
+            found |= _by_rule(self.critic.parameters(), self.critic.optimizer.states())
         if self.reference is not None:
             found |= {rule: {"param": tensor.detach()} for rule, tensor in self.reference.parameters().items()}
         return found
@@ -310,6 +305,13 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _by_rule(
+    parameters: Mapping[Rule, Tensor], states: Mapping[int, dict[str, Tensor]]
+) -> dict[Rule, dict[str, Tensor]]:
+    """The states that this rank was given, by what they are of."""
+    return {rule: states[id(parameter)] for rule, parameter in parameters.items() if id(parameter) in states}
 
 
 def _value_work(batch: Batch, microbatch: Microbatch) -> ValueWork:

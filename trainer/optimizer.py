@@ -5,18 +5,18 @@ checkpoints.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlagent.errors import LearnerError
+from rlagent.trainer import sharded_state
 from rlagent.trainer.config import OptimizerConfig
 from rlagent.trainer.model import megatron
-
-STEP: Final = "step"
-MOMENTS: Final = ("exp_avg", "exp_avg_sq", STEP)
+from rlagent.trainer.sharded_state import MOMENTS, STEP
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -36,12 +36,20 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
+def data_parallel(model: Any, *, distributed: bool) -> Any:
+    """The model with megatron's gradient buffers; distributed: each rank is given the sums of its slice of them only."""
+    settings = megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return megatron.DistributedDataParallel(model.config, settings, model)
+
+
 class PolicyOptimizer:
     """Megatron's optimizer over one data-parallel-wrapped model; steps only on finite gradients."""
 
     def __init__(self, config: OptimizerConfig, model: Any, *, dtype: torch.dtype) -> None:
+        """model: of `data_parallel`."""
         self.config = config
         self.model = model
+        self.distributed: bool = model.ddp_config.use_distributed_optimizer
         self.inner = megatron.get_megatron_optimizer(
             megatron.OptimizerConfig(
                 optimizer="adam",
@@ -54,6 +62,7 @@ class PolicyOptimizer:
                 clip_grad=config.clip_grad,
                 params_dtype=dtype,
                 bf16=dtype == torch.bfloat16,
+                use_distributed_optimizer=self.distributed,
             ),
             [model],
             use_gloo_process_groups=False,
@@ -62,7 +71,10 @@ class PolicyOptimizer:
     def zero_grad(self) -> None:
         """Before the first microbatch of an update."""
         self.model.zero_grad_buffer()
-        self.inner.zero_grad()
+        with warnings.catch_warnings():
+            # The slices of fp32 parameters are views: torch says that their .grad is not filled by itself.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            self.inner.zero_grad()
 
     def step(self, rate: float) -> float:
         """Clip and apply the summed gradients; returns their global norm before clipping. Raises LearnerError if it
@@ -82,8 +94,11 @@ class PolicyOptimizer:
 
     def states(self) -> dict[int, dict[str, Tensor]]:
         """What a resume needs of each parameter, by the id of the model's own parameter: the weights that AdamW updates
-        ("param"; the fp32 copy where the model is bf16), both moments and AdamW's step, where it has stepped.
+        ("param"; the fp32 copy where the model is bf16), both moments and AdamW's step, where it has stepped. With the
+        distributed optimizer all ranks must call it, and only the first of those that share a parameter is answered.
         """
+        if self.distributed:
+            return sharded_state.gather(self.inner, list(self.model.module.parameters()))
         inner = self._inner_states()
         found: dict[int, dict[str, Tensor]] = {}
         for parameter in self.model.module.parameters():
@@ -103,6 +118,9 @@ class PolicyOptimizer:
 
     def restore(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Set what `states` gave, of the same shapes; the model's own (bf16) weights follow."""
+        if self.distributed:
+            sharded_state.restore(self.inner, list(self.model.module.parameters()), states)
+            return
         inner = self._inner_states()
         for parameter in self.model.module.parameters():
             master = getattr(parameter, "main_param", parameter)

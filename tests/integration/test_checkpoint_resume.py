@@ -12,7 +12,7 @@ from tiny_models import make_batch, make_learner, make_model
 
 from rlagent.errors import CheckpointError
 from rlagent.trainer import checkpoint
-from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig
+from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
 
 SHARD = "tensor0-pipeline0.safetensors"
@@ -34,16 +34,21 @@ def steps(learner: Learner, first: int, last: int) -> list[float]:
     return [learner.train_step(make_batch(seed=seed))["policy/grad_norm"] for seed in range(first, last)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(model_dir: Path, tmp_path: Path, dtype: str) -> None:
-    with make_learner(model_dir, config(dtype)) as learner:
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)]
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    model_dir: Path, tmp_path: Path, dtype: str, distributed: bool
+) -> None:
+    layout = ParallelConfig(distributed_optimizer=distributed)
+    with make_learner(model_dir, config(dtype), parallel=layout) as learner:
         steps(learner, 0, 2)
         learner.save(tmp_path / "step-2", {"cursor": 7})
         norms = steps(learner, 2, 5)
         noise = torch.rand(4)
         wanted = {name: tensor.clone() for name, tensor in learner.export_weights()}
 
-    with make_learner(model_dir, config(dtype), seed=99) as resumed:
+    with make_learner(model_dir, config(dtype), parallel=layout, seed=99) as resumed:
         assert resumed.load(tmp_path / "step-2") == {"cursor": 7}
         assert resumed.num_steps == 2
         assert steps(resumed, 2, 5) == norms

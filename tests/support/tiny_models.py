@@ -125,7 +125,9 @@ def free_ports(count: int = 1) -> int:
         return first
 
 
-def make_learner(model_dir: Path, config: LearnerConfig | None = None, **options: Any) -> Learner:
+def make_learner(
+    model_dir: Path, config: LearnerConfig | None = None, *, parallel: ParallelConfig | None = None, **options: Any
+) -> Learner:
     """A learner of one process."""
     torch.set_num_threads(1)
     given: dict[str, Any] = {
@@ -136,4 +138,4 @@ def make_learner(model_dir: Path, config: LearnerConfig | None = None, **options
         "master_port": free_ports(),
         **options,
     }
-    return Learner(config or LearnerConfig(device="cpu"), ParallelConfig(), model_dir, **given)
+    return Learner(config or LearnerConfig(device="cpu"), parallel or ParallelConfig(), model_dir, **given)

@@ -16,7 +16,7 @@ from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, 
 from rlagent.trainer.learner import Learner
 from rlagent.types import Batch
 
-STRAIGHT = OptimizerConfig(lr=2e3, eps=1e3, clip_grad=2.5)
+STRAIGHT = OptimizerConfig(lr=3e3, eps=1e3, clip_grad=2.5)
 """With a large eps AdamW's first step moves a weight by its gradient, to 1e-3 of it, so that exported weights show
 clipped gradients."""
 CONFIG = LearnerConfig(device="cpu", batch=BatchConfig(tokens=24), optimizer=STRAIGHT)

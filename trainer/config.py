@@ -175,7 +175,7 @@ class ParallelConfig(_Part):
     tensor: int = Field(1, ge=1)
     pipeline: int = Field(1, ge=1)
     context: int = Field(1, ge=1)
-    expert: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1, description="parts in which a stage's tensor * context * data ranks hold its experts")
     data: int = Field(1, ge=1)
     sequence: bool = False
     distributed_optimizer: bool = Field(
@@ -188,10 +188,16 @@ class ParallelConfig(_Part):
         return self.tensor * self.pipeline * self.context * self.data
 
     @model_validator(mode="after")
-    def _sequence_needs_tensor(self) -> "ParallelConfig":
+    def _axes_agree(self) -> "ParallelConfig":
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence parallelism needs parallel.tensor of at least 2; set it, or set parallel.sequence = false"
+            )
+        ranks = self.tensor * self.context * self.data
+        if ranks % self.expert:
+            raise ValueError(
+                f"parallel.expert = {self.expert} does not divide the {ranks} ranks of a stage (tensor * context * data), over "
+                "which experts are dealt out; choose a divisor"
             )
         return self
 

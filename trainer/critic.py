@@ -9,7 +9,7 @@ tokens with the policy's weights, so no layout or split changes a gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,7 +23,7 @@ from rlagent.trainer.model.architecture import Architecture
 from rlagent.trainer.model.build import PolicyModel
 from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel
 from rlagent.trainer.parallel import ParallelPlan
-from rlagent.trainer.weight_map import Rule, rules
+from rlagent.trainer.weight_map import Rule, renamed
 
 # How its tensors are called in a checkpoint, beside the policy's.
 PREFIX: Final = "critic."
@@ -91,11 +91,8 @@ class Critic:
 
     def parameters(self) -> dict[Rule, Tensor]:
         """This rank's parameters by what they are, under names of their own."""
-        found: dict[Rule, Tensor] = {}
-        for rule in rules(self.arch):
-            parameter = weights.local_parameter(self.model.module, self.arch, rule, self.plan)
-            if parameter is not None:
-                found[replace(rule, hf=tuple(f"{PREFIX}{name}" for name in rule.hf))] = parameter
+        local = weights.local_parameters(self.model.module, self.arch, self.plan)
+        found = {renamed(rule, PREFIX): parameter for rule, parameter in local.items()}
         if self.plan.is_last_stage:
             found[_HEAD] = self.model.module.value_head
         return found

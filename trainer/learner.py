@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -34,7 +35,7 @@ from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel, learning_r
 from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
 from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
-from rlagent.trainer.weight_map import Rule, rules
+from rlagent.trainer.weight_map import Rule
 from rlagent.types import Batch, Float32Array
 
 
@@ -240,14 +241,13 @@ class Learner:
         dist.barrier()
 
     def _identity(self) -> dict[str, Any]:
-        return {**asdict(self.arch), "dtype": self.config.dtype}
+        """What a manifest says of the model, as JSON reads it back."""
+        found: dict[str, Any] = json.loads(json.dumps({**asdict(self.arch), "dtype": self.config.dtype}))
+        return found
 
     def _parameters(self) -> dict[Rule, Tensor]:
         """This rank's parameters by what they are."""
-        found = {
-            rule: weights.local_parameter(self.model.module, self.arch, rule, self.plan) for rule in rules(self.arch)
-        }
-        return {rule: parameter for rule, parameter in found.items() if parameter is not None}
+        return weights.local_parameters(self.model.module, self.arch, self.plan)
 
     def _states(self) -> dict[Rule, dict[str, Tensor]]:
         """Everything a resume needs of the models, by what it is; complete on the ranks that write it."""

@@ -1,6 +1,7 @@
 """The learner's process layout: one frozen plan owns the groups. Made before the model, destroyed last.
 
-Ranks are ordered tensor, context, data, pipeline (fastest first), so that tensor-parallel neighbours share a machine.
+Ranks are ordered tensor, context, data, pipeline (fastest first), so that tensor-parallel neighbours share a machine. Experts
+are dealt out over the ranks of a stage (tensor * context * data of them): rank r of a stage has part r % expert.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class ParallelPlan:
     pipeline_rank: int
     context_rank: int
     data_rank: int
+    expert_rank: int
+    expert_data_rank: int  # among the ranks that hold the same experts
     tensor_group: Any
     pipeline_group: Any
     context_group: Any
@@ -46,8 +49,13 @@ class ParallelPlan:
 
     @property
     def is_replica_leader(self) -> bool:
-        """First of the ranks that hold the same parameters: the one that writes or sends them."""
+        """First of the ranks that hold the same parameters, experts apart: the one that writes or sends them."""
         return self.data_rank == 0 and self.context_rank == 0
+
+    @property
+    def is_expert_leader(self) -> bool:
+        """First of the ranks that hold the same experts."""
+        return self.expert_data_rank == 0
 
     @property
     def counts(self) -> bool:
@@ -63,6 +71,10 @@ class ParallelPlan:
     def stage_leader(self, stage: int) -> int:
         """Global rank of the replica leader with tensor rank 0 of a pipeline stage."""
         return stage * (self.world_size // self.config.pipeline)
+
+    def expert_leader(self, stage: int, expert_rank: int) -> int:
+        """Global rank of the first rank of a stage that holds the experts of `expert_rank`."""
+        return self.stage_leader(stage) + expert_rank
 
 
 def initialize(
@@ -85,6 +97,8 @@ def initialize(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=1,  # experts are dealt out whole: small matrices are not worth a cut
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
@@ -100,6 +114,8 @@ def initialize(
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),

@@ -6,7 +6,6 @@ Invariant: between two refreshes not one bit of it changes; else the run stops.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -18,7 +17,7 @@ from rlagent.trainer.config import ReferenceConfig
 from rlagent.trainer.model.architecture import Architecture
 from rlagent.trainer.model.build import PolicyModel
 from rlagent.trainer.parallel import ParallelPlan
-from rlagent.trainer.weight_map import Rule, rules
+from rlagent.trainer.weight_map import Rule, renamed
 
 # How its tensors are called in a checkpoint.
 PREFIX: Final = "reference."
@@ -65,12 +64,8 @@ class ReferencePolicy:
         """What a checkpoint must hold of it: all of it where it is ever refreshed, else nothing."""
         if not self.config.refresh_every:
             return {}
-        found: dict[Rule, Tensor] = {}
-        for rule in rules(self._arch):
-            parameter = weights.local_parameter(self.model, self._arch, rule, self._plan)
-            if parameter is not None:
-                found[replace(rule, hf=tuple(f"{PREFIX}{name}" for name in rule.hf))] = parameter
-        return found
+        local = weights.local_parameters(self.model, self._arch, self._plan)
+        return {renamed(rule, PREFIX): parameter for rule, parameter in local.items()}
 
     @torch.no_grad()
     def restore(self, states: dict[Rule, dict[str, Tensor]]) -> None:

@@ -1,4 +1,5 @@
-"""The learner's state on disk: one safetensors file for each tensor- and pipeline-parallel rank, under one manifest.
+"""The learner's state on disk: one safetensors file for each tensor- and pipeline-parallel rank, and one for each part of a stage's
+experts, under one manifest.
 
 In the flow: the learner's `save` copies its state and goes on; threads write the files; `finish` gives the whole its name. Tensors are
 named by what they are in the Hugging Face model, so that any layout loads what any other saved: a rank reads the shards of a
@@ -8,7 +9,7 @@ Invariant: what is loaded is, bit for bit, what was saved; a save that did not e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from torch import Tensor
 from rlagent.errors import CheckpointError
 from rlagent.trainer import checkpoint
 from rlagent.trainer.model.architecture import Architecture
-from rlagent.trainer.optimizer import MOMENTS, STEP
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.sharded_state import MOMENTS, STEP
 from rlagent.trainer.weight_map import Rule, join, split
-from rlagent.trainer.weights import stages_of
+from rlagent.trainer.weights import expert_rank_of, stages_of
 
 RNG_TENSOR: Final = "rng/torch"
 # By rule, each local parameter's weights, moments and step.
@@ -38,7 +39,7 @@ class _Pending:
     """A save that is being written."""
 
     directory: Path
-    written: Future[checkpoint.FileRecord] | None  # on ranks that write
+    written: Future[list[checkpoint.FileRecord]] | None  # on ranks that write
     manifest: checkpoint.Manifest  # without its files
 
 
@@ -68,14 +69,28 @@ class SnapshotWriter:
         if self._plan.rank == 0:
             checkpoint.write_manifest(checkpoint.begin(directory), manifest)  # refuses an `extra` that is no JSON
         dist.barrier()
+        files = self._files(states)
         written = None
-        if self._plan.is_replica_leader:
-            path = checkpoint.partial_directory(directory) / _shard_name(
-                self._plan.tensor_rank, self._plan.pipeline_rank
-            )
-            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in _named(states)}
-            written = self._thread.submit(_write, path, copies | {RNG_TENSOR: torch.get_rng_state()})
+        if files:
+            partial = checkpoint.partial_directory(directory)
+            written = self._thread.submit(_write, {partial / name: tensors for name, tensors in files.items()})
         self._pending = _Pending(directory=directory, written=written, manifest=manifest)
+
+    def _files(self, states: States) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes: its copies by file and name."""
+        plan = self._plan
+        found: dict[str, dict[str, Tensor]] = {}
+        if plan.is_replica_leader:
+            found[_shard_name(plan.tensor_rank, plan.pipeline_rank)] = {RNG_TENSOR: torch.get_rng_state()}
+        if plan.is_expert_leader and any(rule.expert >= 0 for rule in states):
+            found[_expert_name(plan.expert_rank, plan.pipeline_rank)] = {}
+        for rule, state in states.items():
+            shard = _shard_name(plan.tensor_rank, plan.pipeline_rank)
+            file = found.get(shard if rule.expert < 0 else _expert_name(plan.expert_rank, plan.pipeline_rank))
+            if file is not None:
+                copies = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in state.items()}
+                file |= {f"{_key(rule)}/{key}": copy for key, copy in copies.items()}
+        return found
 
     def finish(self, *, wait: bool = True) -> Path | None:
         """Give a save that is written its name, and answer that; None if there is none, or (without `wait`) it is not written yet."""
@@ -96,7 +111,7 @@ class SnapshotWriter:
         if broken:
             raise CheckpointError(f"{pending.directory} could not be written: {'; '.join(broken)}") from failure
         if self._plan.rank == 0:
-            files = tuple(each for each in found if each is not None)
+            files = tuple(record for each in found if each is not None for record in each)
             whole = replace(pending.manifest, files=files)
             checkpoint.write_manifest(checkpoint.partial_directory(pending.directory), whole)
             checkpoint.commit(pending.directory)
@@ -134,15 +149,18 @@ class SnapshotReader:
     def rng_state(self) -> Tensor:
         """torch's RNG as this rank saved it; of the first rank, where the layout is another now."""
         same = self.manifest.layout == _layout(self._plan)
-        found: Tensor = self._file(
-            self._plan.tensor_rank if same else 0, self._plan.pipeline_rank if same else 0
-        ).get_tensor(RNG_TENSOR)
+        name = _shard_name(self._plan.tensor_rank if same else 0, self._plan.pipeline_rank if same else 0)
+        found: Tensor = self._file(name).get_tensor(RNG_TENSOR)
         return found
 
     def _state(self, rule: Rule) -> dict[str, Tensor]:
-        size, stages = self.manifest.layout["tensor"], self.manifest.layout["pipeline"]
-        stage = stages_of(self._arch, rule, stages)[0]
-        files = [self._file(rank, stage) for rank in range(size)]
+        layout = self.manifest.layout
+        stage = stages_of(self._arch, rule, layout["pipeline"])[0]
+        if rule.expert >= 0:
+            names = [_expert_name(expert_rank_of(self._arch, rule, layout["expert"]), stage)]
+        else:
+            names = [_shard_name(rank, stage) for rank in range(layout["tensor"])]
+        files = [self._file(name) for name in names]
         saved = set(files[0].keys())
         keys = [key for key in ("param", *MOMENTS) if f"{_key(rule)}/{key}" in saved]
         if "param" not in keys:
@@ -153,7 +171,7 @@ class SnapshotReader:
         name = f"{_key(rule)}/{key}"
         size, rank = self._plan.config.tensor, self._plan.tensor_rank
         whole: Tensor
-        if key == STEP or rule.kind == "replicated":
+        if key == STEP or rule.cuts(size) == rule.cuts(len(files)) == 1:
             whole = files[0].get_tensor(name)
         elif size == len(files):
             whole = files[rank].get_tensor(name)
@@ -162,8 +180,7 @@ class SnapshotReader:
             whole = split(self._arch, rule, parts, size=size, rank=rank)
         return whole
 
-    def _file(self, tensor_rank: int, pipeline_rank: int) -> Any:
-        name = _shard_name(tensor_rank, pipeline_rank)
+    def _file(self, name: str) -> Any:
         if name not in self._files:
             path = checkpoint.checked_file(self.directory, self.manifest, name)
             self._files[name] = safe_open(path, framework="pt")
@@ -174,8 +191,12 @@ def _shard_name(tensor_rank: int, pipeline_rank: int) -> str:
     return f"tensor{tensor_rank}-pipeline{pipeline_rank}.safetensors"
 
 
+def _expert_name(expert_rank: int, pipeline_rank: int) -> str:
+    return f"expert{expert_rank}-pipeline{pipeline_rank}.safetensors"
+
+
 def _layout(plan: ParallelPlan) -> dict[str, int]:
-    return {"tensor": plan.config.tensor, "pipeline": plan.config.pipeline}
+    return {"tensor": plan.config.tensor, "pipeline": plan.config.pipeline, "expert": plan.config.expert}
 
 
 def _key(rule: Rule) -> str:
@@ -183,12 +204,7 @@ def _key(rule: Rule) -> str:
     return rule.hf[0]
 
 
-def _named(states: States) -> Iterator[tuple[str, Tensor]]:
-    for rule, state in states.items():
-        for key, tensor in state.items():
-            yield f"{_key(rule)}/{key}", tensor
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> checkpoint.FileRecord:
-    save_file(tensors, path)
-    return checkpoint.record(path)
+def _write(files: Mapping[Path, dict[str, Tensor]]) -> list[checkpoint.FileRecord]:
+    for path, tensors in files.items():
+        save_file(tensors, path)
+    return [checkpoint.record(path) for path in files]

@@ -9,8 +9,8 @@ part of both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from rlagent.trainer.model.build import padded_vocab
 
 Kind = Literal["vocab", "replicated", "qkv", "columns", "gate_up"]
 Place = Literal["embedding", "layer", "norm", "head"]
+LOCAL_EXPERT: Final = "{expert}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One Megatron parameter. `local` are its possible names inside its stage (the local spec's, then Transformer
-    Engine's); in a layer they are relative to it. `hf` are the full tensors it is made of, in order.
+    Engine's); in a layer they are relative to it, and of an expert they hold LOCAL_EXPERT, its number on its rank. `hf` are
+    the full tensors it is made of, in order.
     """
 
     local: tuple[str, ...]
@@ -33,14 +35,19 @@ class Rule:
     kind: Kind
     place: Place
     layer: int = -1
+    expert: int = -1  # of an expert's own parameter: experts are dealt out whole, tensor parallelism does not cut them
+
+    def cuts(self, tensor: int) -> int:
+        """Into how many different parts `tensor` tensor-parallel ranks cut it."""
+        return 1 if self.expert >= 0 or self.kind == "replicated" else tensor
 
 
 def _layer_rules(arch: Architecture, layer: int) -> list[Rule]:
     prefix = f"model.layers.{layer}."
     qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
 
-    def rule(kind: Kind, local: tuple[str, ...], *hf: str) -> Rule:
-        return Rule(local=local, hf=hf, kind=kind, place="layer", layer=layer)
+    def rule(kind: Kind, local: tuple[str, ...], *hf: str, expert: int = -1) -> Rule:
+        return Rule(local=local, hf=hf, kind=kind, place="layer", layer=layer, expert=expert)
 
     rules = [
         rule(
@@ -57,17 +64,24 @@ def _layer_rules(arch: Architecture, layer: int) -> list[Rule]:
             rule("replicated", (f"self_attention.{part}_layernorm.weight",), f"{prefix}self_attn.{part}_norm.weight")
             for part in "qk"
         ]
-    return [
-        *rules,
+    rules += [
         rule("columns", ("self_attention.linear_proj.weight",), f"{prefix}self_attn.o_proj.weight"),
         rule(
             "replicated",
             ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
             f"{prefix}post_attention_layernorm.weight",
         ),
-        rule("gate_up", ("mlp.linear_fc1.weight",), *(f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up"))),
-        rule("columns", ("mlp.linear_fc2.weight",), f"{prefix}mlp.down_proj.weight"),
     ]
+    blocks = [("mlp.", "mlp.", -1)]
+    if arch.experts is not None and arch.has_experts(layer):
+        rules.append(rule("replicated", ("mlp.router.weight",), f"{prefix}mlp.gate.weight"))
+        local = f"mlp.experts.local_experts.{LOCAL_EXPERT}."
+        blocks = [(local, f"mlp.experts.{expert}.", expert) for expert in range(arch.experts.count)]
+    for local, block, expert in blocks:
+        gate_up = [f"{prefix}{block}{part}_proj.weight" for part in ("gate", "up")]
+        rules.append(rule("gate_up", (f"{local}linear_fc1.weight",), *gate_up, expert=expert))
+        rules.append(rule("columns", (f"{local}linear_fc2.weight",), f"{prefix}{block}down_proj.weight", expert=expert))
+    return rules
 
 
 def rules(arch: Architecture) -> list[Rule]:
@@ -90,6 +104,11 @@ def rules(arch: Architecture) -> list[Rule]:
     return found
 
 
+def renamed(rule: Rule, prefix: str) -> Rule:
+    """The rule of the same parameter of another model, whose tensors have names of their own."""
+    return replace(rule, hf=tuple(f"{prefix}{name}" for name in rule.hf))
+
+
 def shapes(arch: Architecture, rule: Rule) -> list[tuple[int, ...]]:
     """The shapes of the rule's Hugging Face tensors."""
     hidden, heads = arch.hidden_size, (arch.num_heads, arch.num_groups, arch.num_groups)
@@ -98,11 +117,14 @@ def shapes(arch: Architecture, rule: Rule) -> list[tuple[int, ...]]:
     if rule.kind == "qkv":
         tail = () if rule.hf[0].endswith("bias") else (hidden,)
         return [(count * arch.head_size, *tail) for count in heads]
+    ffn = arch.experts.ffn_size if rule.expert >= 0 and arch.experts is not None else arch.ffn_size
     if rule.kind == "gate_up":
-        return [(arch.ffn_size, hidden)] * 2
+        return [(ffn, hidden)] * 2
     if rule.kind == "columns":
         attention = rule.hf[0].endswith("o_proj.weight")
-        return [(hidden, arch.num_heads * arch.head_size if attention else arch.ffn_size)]
+        return [(hidden, arch.num_heads * arch.head_size if attention else ffn)]
+    if arch.experts is not None and rule.hf[0].endswith("mlp.gate.weight"):
+        return [(arch.experts.count, hidden)]
     return [(arch.head_size if "self_attn." in rule.hf[0] else hidden,)]
 
 
@@ -112,6 +134,7 @@ def _groups(arch: Architecture, tensor: Tensor) -> Tensor:
 
 def split(arch: Architecture, rule: Rule, tensors: Sequence[Tensor], *, size: int, rank: int) -> Tensor:
     """The Hugging Face tensors of a rule -> the parameter of tensor-parallel rank `rank` of `size`."""
+    size, rank = rule.cuts(size), rank % rule.cuts(size)
     if rule.kind == "replicated":
         return tensors[0]
     if rule.kind == "vocab":
@@ -128,6 +151,7 @@ def split(arch: Architecture, rule: Rule, tensors: Sequence[Tensor], *, size: in
 
 def join(arch: Architecture, rule: Rule, shards: Sequence[Tensor]) -> list[Tensor]:
     """All tensor-parallel ranks' parameters of a rule -> its Hugging Face tensors."""
+    shards = shards[: rule.cuts(len(shards))]
     if rule.kind == "replicated":
         return [shards[0]]
     if rule.kind == "vocab":

@@ -24,7 +24,7 @@ from rlagent.errors import LoadError
 from rlagent.trainer.model.architecture import Architecture, read_config
 from rlagent.trainer.model.build import PolicyModel, stage_layers
 from rlagent.trainer.parallel import ParallelPlan
-from rlagent.trainer.weight_map import Rule, join, rules, shapes, split
+from rlagent.trainer.weight_map import LOCAL_EXPERT, Rule, join, rules, shapes, split
 
 _FILE_MODE: Final = 0o666
 MAX_SHARD_BYTES: Final = 5 * 10**9
@@ -44,20 +44,42 @@ def stages_of(arch: Architecture, rule: Rule, num_stages: int) -> list[int]:
     return [last]
 
 
-def local_parameter(model: PolicyModel, arch: Architecture, rule: Rule, plan: ParallelPlan) -> Tensor | None:
-    """The parameter of this rank that a rule describes, or None if another stage holds it."""
-    if plan.pipeline_rank not in stages_of(arch, rule, plan.config.pipeline):
-        return None
+def expert_rank_of(arch: Architecture, rule: Rule, num_parts: int) -> int:
+    """Which of `num_parts` parts of the experts holds an expert's rule."""
+    assert arch.experts is not None
+    return rule.expert // (arch.experts.count // num_parts)
+
+
+def local_parameters(model: PolicyModel, arch: Architecture, plan: ParallelPlan) -> dict[Rule, Tensor]:
+    """This rank's parameters, by the rules that describe them, in the rules' order."""
     named: dict[str, Tensor] = dict(model.named_parameters())
-    names: tuple[str, ...] = rule.local
+    found: dict[Rule, Tensor] = {}
+    for rule in rules(arch):
+        names = _local_names(arch, rule, plan)
+        matches = [named[name] for name in names if name in named]
+        assert len(matches) == min(1, len(names)), f"{names} in {sorted(named)}"
+        if matches:
+            found[rule] = matches[0]
+    return found
+
+
+def _local_names(arch: Architecture, rule: Rule, plan: ParallelPlan) -> tuple[str, ...]:
+    """What a rule's parameter may be called on this rank; nothing if it is not here."""
+    if plan.pipeline_rank not in stages_of(arch, rule, plan.config.pipeline):
+        return ()
+    names = rule.local
+    if rule.expert >= 0:
+        assert arch.experts is not None
+        if expert_rank_of(arch, rule, plan.config.expert) != plan.expert_rank:
+            return ()
+        number = rule.expert % (arch.experts.count // plan.config.expert)
+        names = tuple(name.replace(LOCAL_EXPERT, str(number)) for name in names)
     if rule.place == "layer":
         first = stage_layers(arch.num_layers, plan.config.pipeline)[plan.pipeline_rank].start
-        names = tuple(f"decoder.layers.{rule.layer - first}.{name}" for name in names)
-    elif rule.place == "embedding" and not plan.is_first_stage:
-        names = ("output_layer.weight",)
-    found = [named[name] for name in names if name in named]
-    assert len(found) == 1, f"{names} in {sorted(named)}"
-    return found[0]
+        return tuple(f"decoder.layers.{rule.layer - first}.{name}" for name in names)
+    if rule.place == "embedding" and not plan.is_first_stage:
+        return ("output_layer.weight",)
+    return names
 
 
 class _Directory:
@@ -91,10 +113,7 @@ def load_hf(model: PolicyModel, arch: Architecture, model_dir: Path, plan: Paral
     """
     directory = _Directory(model_dir)
     unset = {id(parameter) for parameter in model.parameters()}
-    for rule in rules(arch):
-        parameter = local_parameter(model, arch, rule, plan)
-        if parameter is None:
-            continue
+    for rule, parameter in local_parameters(model, arch, plan).items():
         tensors = [directory.read(name, shape) for name, shape in zip(rule.hf, shapes(arch, rule), strict=True)]
         shard = split(arch, rule, tensors, size=plan.config.tensor, rank=plan.tensor_rank)
         with torch.no_grad():
@@ -104,9 +123,9 @@ def load_hf(model: PolicyModel, arch: Architecture, model_dir: Path, plan: Paral
 
 
 def _gather(parameter: Tensor, rule: Rule, plan: ParallelPlan) -> list[Tensor]:
-    """The parameter's shards of all tensor-parallel ranks."""
+    """The parameter's shards of all tensor-parallel ranks, as far as they differ."""
     own = parameter.detach().contiguous()
-    if plan.config.tensor == 1 or rule.kind == "replicated":
+    if rule.cuts(plan.config.tensor) == 1:
         return [own]
     shards = [torch.empty_like(own) for _ in range(plan.config.tensor)]
     dist.all_gather(shards, own, group=plan.tensor_group)
@@ -120,25 +139,29 @@ def export(
 
     The tensors may share memory with the model unless a dtype other than its own is asked for.
     """
-    if not plan.is_replica_leader:
+    if not (plan.is_replica_leader or plan.is_expert_leader):
         return
     model_dtype = next(model.parameters()).dtype
+    local = local_parameters(model, arch, plan)
     for rule in rules(arch):
-        owner = stages_of(arch, rule, plan.config.pipeline)[0]
+        stage = stages_of(arch, rule, plan.config.pipeline)[0]
+        sender = plan.stage_leader(stage)
+        holds = plan.pipeline_rank == stage and plan.is_replica_leader
+        if rule.expert >= 0:
+            sender = plan.expert_leader(stage, expert_rank_of(arch, rule, plan.config.expert))
+            holds = plan.rank == sender
         tensors: list[Tensor] = []
-        if plan.pipeline_rank == owner:
-            parameter = local_parameter(model, arch, rule, plan)
-            assert parameter is not None
-            tensors = [tensor.contiguous() for tensor in join(arch, rule, _gather(parameter, rule, plan))]
-        if owner and plan.tensor_rank == 0 and plan.pipeline_rank == owner:
+        if holds:
+            tensors = [tensor.contiguous() for tensor in join(arch, rule, _gather(local[rule], rule, plan))]
+        if sender and plan.rank == sender:
             for tensor in tensors:
                 dist.send(tensor, dst=0)
         if plan.rank:
             continue
-        if owner:
+        if sender:
             tensors = [torch.empty(shape, dtype=model_dtype, device=plan.device) for shape in shapes(arch, rule)]
             for tensor in tensors:
-                dist.recv(tensor, src=plan.stage_leader(owner))
+                dist.recv(tensor, src=sender)
         for name, tensor in zip(rule.hf, tensors, strict=True):
             yield name, tensor if dtype is None else tensor.to(dtype)
 

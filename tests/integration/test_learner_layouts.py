@@ -33,6 +33,16 @@ FOURS = [
     {"context": 2, "tensor": 2, "sequence": True},
     {"pipeline": 2, "context": 2, "distributed_optimizer": True},
 ]
+EXPERT_PAIRS = [
+    {"data": 2, "expert": 2, "distributed_optimizer": True},
+    {"tensor": 2, "sequence": True, "expert": 2},
+    {"tensor": 2, "sequence": True},
+]
+EXPERT_FOURS = [
+    {"tensor": 2, "data": 2, "sequence": True, "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2, "distributed_optimizer": True},
+    {"context": 2, "data": 2, "expert": 4},
+]
 Layout = dict[str, int]
 
 
@@ -119,3 +129,15 @@ def test_two_processes_with_a_head_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path) -> None:
     check(FOURS, 4, tmp_path, family="qwen2", tied=True)
+
+
+@pytest.mark.slow
+def test_experts_over_two_processes(tmp_path: Path) -> None:
+    """Experts dealt out over data- and tensor-parallel ranks, and not dealt out."""
+    check(EXPERT_PAIRS, 2, tmp_path, family="qwen3_moe", tied=False)
+
+
+@pytest.mark.slow
+def test_experts_over_four_processes(tmp_path: Path) -> None:
+    """Experts beside each other axis; a dense layer among those with experts."""
+    check(EXPERT_FOURS, 4, tmp_path, family="qwen3_moe", tied=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from rlagent.errors import LearnerError, LoadError
 from rlagent.trainer.config import BatchConfig, LearnerConfig, LossConfig, OptimizerConfig
 from rlagent.trainer.learner import Learner
-from rlagent.trainer.weight_map import join, rules
-from rlagent.trainer.weights import local_parameter
+from rlagent.trainer.weight_map import Rule, join
+from rlagent.trainer.weights import local_parameters
 from rlagent.types import Batch
 
 WHOLE = 4096  # tokens: one microbatch
@@ -54,8 +54,8 @@ def gradients(learner: Learner, batch: Batch) -> dict[str, Tensor]:
     """The step's gradients under transformers' names."""
     learner.train_step(batch)
     found = {}
-    for rule in rules(learner.arch):
-        parameter: Any = local_parameter(learner.model.module, learner.arch, rule, learner.plan)
+    local: dict[Rule, Any] = local_parameters(learner.model.module, learner.arch, learner.plan)
+    for rule, parameter in local.items():
         found |= dict(zip(rule.hf, (x.clone() for x in join(learner.arch, rule, [parameter.main_grad])), strict=True))
     return found
 
@@ -67,7 +67,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         assert difference <= tolerance, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     model = make_model(family, tmp_path, tied=tied)
@@ -78,8 +78,28 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, ti
         # At ratio 1 the clipped loss has the gradient of -advantage * logprob.
         loss = -(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        oracle = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert_same(gradients(learner, batch), oracle)
+        assert_same(gradients(learner, batch), oracle_gradients(model))
+
+
+def oracle_gradients(model: Any) -> dict[str, Tensor]:
+    """By the names of checkpoints, in which each expert has its own tensors: in memory transformers keeps all of a layer in one."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer, stacked, kind = name.partition("mlp.experts.")
+        for expert, grad in enumerate(parameter.grad if stacked else ()):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            pieces = zip(parts, grad.chunk(len(parts)), strict=True)
+            found |= {f"{layer}mlp.experts.{expert}.{part}.weight": piece for part, piece in pieces}
+        if not stacked:
+            found[name] = parameter.grad
+    return found
+
+
+def test_gates_that_are_not_scaled_to_sum_to_one_are_transformers(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path, layers=2, norm_topk_prob=False)
+    batch = make_batch()
+    with make_learner(tmp_path, config(tokens=24, recompute="full")) as learner, torch.no_grad():
+        np.testing.assert_allclose(learner.logprobs(batch), oracle_logprobs(model, batch).numpy(), rtol=0, atol=1e-5)
 
 
 def test_bfloat16_stays_near_float32(model_dir: Path) -> None:

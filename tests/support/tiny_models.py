@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
@@ -28,7 +37,17 @@ LLAMA3_ROPE = {
 }
 
 
-def make_model(family: str, directory: Path, *, tied: bool = True, layers: int = 3) -> Any:
+# Four experts, of which each token is given two; the middle one of three layers is dense.
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+
+def make_model(family: str, directory: Path, *, tied: bool = True, layers: int = 3, **changes: Any) -> Any:
     """Save a random model and return it; norms and biases are random too, so that a swapped one shows."""
     shape = {
         "vocab_size": VOCAB,
@@ -39,11 +58,14 @@ def make_model(family: str, directory: Path, *, tied: bool = True, layers: int =
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
+        **changes,
     }
     torch.manual_seed(1)
     model: Any
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **shape))
+    elif family == "qwen3_moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{"head_dim": 16, **EXPERTS, **shape}))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     else:

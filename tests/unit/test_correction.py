@@ -115,7 +115,8 @@ def test_a_product_over_a_long_sequence_overflows_to_the_bound() -> None:
 
 ONE_PROCESS = ParallelPlan(
     config=ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"), tensor_rank=0, pipeline_rank=0,
-    context_rank=0, data_rank=0, tensor_group=None, pipeline_group=None, context_group=None, data_group=None,
+    context_rank=0, data_rank=0, expert_rank=0, expert_data_rank=0, tensor_group=None, pipeline_group=None,
+    context_group=None, data_group=None,
 )  # fmt: skip
 
 

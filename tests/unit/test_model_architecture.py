@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import LLAMA3_ROPE
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlagent.errors import LearnerError, LoadError
@@ -54,6 +54,11 @@ def test_rotary_frequencies_are_transformers(tmp_path: Path, rope: dict[str, Any
         ({"rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
         ({"intermediate_size": ...}, "'intermediate_size' is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": True},
+            "gates of 1",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -74,12 +79,53 @@ def test_a_directory_without_a_config_is_no_model(tmp_path: Path, content: str |
     [
         (ParallelConfig(tensor=3), "parallel.tensor = 3"),
         (ParallelConfig(pipeline=4), "parallel.pipeline = 4"),
-        (ParallelConfig(expert=2), "parallel.expert = 2"),
+        (ParallelConfig(expert=2, data=2), "parallel.expert = 2: the model is dense"),
     ],
 )
 def test_a_layout_that_cannot_cut_the_model_is_refused(tmp_path: Path, parallel: ParallelConfig, named: str) -> None:
     with pytest.raises(LearnerError, match=named):
         check_layout(read_architecture(write(tmp_path)), parallel)
+
+
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "named"),
+    [
+        (ParallelConfig(expert=4, data=4), "parallel.expert = 4 does not divide the model's 6 experts"),
+        (ParallelConfig(tensor=2), "parallel.sequence = true"),
+    ],
+)
+def test_a_layout_that_cannot_deal_out_the_experts_is_refused(
+    tmp_path: Path, parallel: ParallelConfig, named: str
+) -> None:
+    with pytest.raises(LearnerError, match=named):
+        check_layout(read_architecture(write(tmp_path, **EXPERTS)), parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (0, 1, 2)),
+        ({"mlp_only_layers": [1]}, (0, 2)),
+        ({"decoder_sparse_step": 2}, (1,)),
+        ({"mlp_only_layers": [0, 1, 2]}, ()),
+    ],
+)
+def test_which_layers_have_experts_is_transformers(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    arch = read_architecture(write(tmp_path, **EXPERTS, **changes))
+    assert tuple(layer for layer in range(3) if arch.has_experts(layer)) == layers
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**PLAIN, **EXPERTS, **changes}))
+    assert tuple(n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")) == layers
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(3, 2), (8, 4), (7, 3), (5, 5)])

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a dense Qwen3, Qwen2 or Llama model, checked once. First step of
+"""What a Hugging Face config.json says about a Qwen3, Qwen2, Llama or Qwen3-MoE model, checked once. First step of
 building the learner's model.
 
 A field that this model cannot honour is an error that names it; nothing is ignored in silence.
@@ -17,7 +17,12 @@ import torch
 
 from rlagent.errors import LoadError
 
-FAMILIES: Final = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+FAMILIES: Final = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 UNSUPPORTED_FLAGS: Final = ("attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -32,8 +37,21 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of some layers' feed-forward: softmax over all experts, then the best top_k; with
+    `normalized` their gates are scaled to sum to 1.
+    """
+
+    count: int
+    top_k: int
+    ffn_size: int
+    normalized: bool
+    layers: tuple[int, ...]  # those that have experts, ascending; the others are dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A dense decoder: shapes and the few switches in which the three families differ."""
+    """A decoder: shapes and the few switches in which the families differ."""
 
     family: str
     num_layers: int
@@ -50,11 +68,16 @@ class Architecture:
     qk_norm: bool
     rope_theta: float
     rope_scaling: Llama3Scaling | None = None
+    experts: Experts | None = None
 
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_groups
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
 
     def inverse_frequencies(self) -> torch.Tensor:
         """Rotary inverse frequencies [head_size / 2], fp32, in transformers' own order of operations (so to the last
@@ -110,6 +133,31 @@ def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, Llama3Scaling |
     )
 
 
+def _experts(config: Mapping[str, Any], path: Path) -> Experts | None:
+    """Which layers are a mixture, as transformers' Qwen3MoeDecoderLayer decides it; None where none is."""
+    count = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    dense = set(config.get("mlp_only_layers") or ())
+    step = int(config.get("decoder_sparse_step", 1))
+    layers = tuple(n for n in range(int(config["num_hidden_layers"])) if n not in dense and not (n + 1) % step)
+    if not count or not layers:
+        return None
+    top_k = int(config["num_experts_per_tok"])
+    if not 1 <= top_k <= count:
+        raise LoadError(f"{path}: num_experts_per_tok = {top_k} is not between 1 and num_experts = {count}")
+    normalized = bool(config.get("norm_topk_prob", False))
+    if normalized and top_k == 1:
+        raise LoadError(
+            f"{path}: norm_topk_prob with num_experts_per_tok = 1 makes gates of 1, which learn nothing: not supported"
+        )
+    return Experts(
+        count=count,
+        top_k=top_k,
+        ffn_size=int(config["moe_intermediate_size"]),
+        normalized=normalized,
+        layers=layers,
+    )
+
+
 def read_architecture(model_dir: Path) -> Architecture:
     """Parse and check config.json. Raises LoadError with the field at fault."""
     config = read_config(model_dir)
@@ -138,9 +186,10 @@ def read_architecture(model_dir: Path) -> Architecture:
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             rope_theta=theta,
             rope_scaling=scaling,
+            experts=_experts(config, path) if family == "qwen3_moe" else None,
         )
     except KeyError as error:
         raise LoadError(f"{path}: the field {error.args[0]!r} is missing") from error

@@ -80,14 +80,25 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
             )
     if arch.num_layers < parallel.pipeline:
         raise LearnerError(f"parallel.pipeline = {parallel.pipeline} is more than the model's {arch.num_layers} layers")
-    if parallel.expert != 1:
-        raise LearnerError(f"parallel.expert = {parallel.expert}: the model is dense; set it to 1")
+    if arch.experts is None:
+        if parallel.expert != 1:
+            raise LearnerError(f"parallel.expert = {parallel.expert}: the model is dense; set it to 1")
+    elif arch.experts.count % parallel.expert:
+        raise LearnerError(
+            f"parallel.expert = {parallel.expert} does not divide the model's {arch.experts.count} experts; choose a divisor"
+        )
+    elif parallel.tensor > 1 and not parallel.sequence:
+        raise LearnerError(
+            f"parallel.tensor = {parallel.tensor} of a model with experts needs parallel.sequence = true, so that each rank "
+            "routes tokens of its own"
+        )
 
 
 def transformer_config(
     arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool
 ) -> Any:
     """Megatron's own settings. Every fusion that needs Transformer Engine or Apex is off."""
+    experts = arch.experts
     layout = [["decoder"] * len(layers) for layers in stage_layers(arch.num_layers, parallel.pipeline)]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
@@ -128,6 +139,15 @@ def transformer_config(
         sequence_parallel=parallel.sequence,
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # a dense model has none; variable_seq_lengths asks for it
+        num_moe_experts=experts.count if experts else None,
+        moe_ffn_hidden_size=experts.ffn_size if experts else None,
+        moe_router_topk=experts.top_k if experts else 2,
+        # Softmax over all experts, then the best; or, the same as that scaled to sum to 1, softmax over the best.
+        moe_router_pre_softmax=experts is not None and not experts.normalized,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
         recompute_granularity="full" if recompute else None,
@@ -136,19 +156,25 @@ def transformer_config(
     )
 
 
-def layer_spec(arch: Architecture, *, cuda: bool) -> tuple[Any, Any]:
-    """The layer's spec and the final norm: Transformer Engine's where it is installed beside a GPU, else megatron's
-    local one with our norm.
+def layer_spec(arch: Architecture, *, cuda: bool, experts: bool = False) -> tuple[Any, Any]:
+    """A layer's spec, dense or with experts, and the final norm: Transformer Engine's where it is installed beside a GPU, else
+    megatron's local one with our norm.
     """
+    options: dict[str, Any] = {"qk_layernorm": arch.qk_norm}
+    if experts:
+        assert arch.experts is not None
+        options |= {"num_experts": arch.experts.count, "moe_grouped_gemm": False}
     if cuda and importlib.util.find_spec("transformer_engine") is not None:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+        spec = get_gpt_layer_with_transformer_engine_spec(**options)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
-        spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
+        if not experts:
+            spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
         return spec, TENorm
-    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-    spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
+    spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+    if not experts:
+        spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -171,11 +197,13 @@ def build_model(
     """
     check_layout(arch, parallel)
     config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, cuda=cuda)
-    spec, final_norm = layer_spec(arch, cuda=cuda)
-    num_layers = len(stage_layers(arch.num_layers, parallel.pipeline)[stage])
+    dense, final_norm = layer_spec(arch, cuda=cuda)
+    mixture = layer_spec(arch, cuda=cuda, experts=True)[0] if arch.experts else dense
+    layers = stage_layers(arch.num_layers, parallel.pipeline)[stage]
+    specs = [mixture if arch.has_experts(layer) else dense for layer in layers]
     model = PolicyModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=final_norm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
         vocab_size=padded_vocab(arch.vocab_size, parallel.tensor),
         max_sequence_length=arch.max_positions,
         pre_process=stage == 0,
@@ -184,4 +212,8 @@ def build_model(
         position_embedding_type="none",
     )
     model.architecture = arch
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Megatron sums its gradient over the ranks that hold the same expert, also where those are tensor-parallel ranks.
+            parameter.allreduce = False
     return model.cuda() if cuda else model

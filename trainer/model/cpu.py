@@ -112,6 +112,12 @@ def _patch_tensor_methods() -> None:
     torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign, assignment]
 
 
+def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher of experts' tokens reads on the host."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def install() -> None:
     """Swap `torch` in megatron's loaded modules. Call once, after they are imported."""
     if torch.cuda.is_available():
@@ -121,6 +127,9 @@ def install() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_tensor_methods()
+    # It converts to numpy only what it moves from a GPU, but what calls it reads sizes as numpy.
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.maybe_move_tensor_to_cpu = _as_asked  # type: ignore[attr-defined]
     # A hint about CUDA's queues, given once by every process.
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True

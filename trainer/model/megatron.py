@@ -25,11 +25,16 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlagent.trainer.model import cpu
 
 cpu.install()
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = (
+        None  # megatron-core 0.16 reads the name where Transformer Engine is missing, on GPUs too
+    )
 # megatron-core 0.16 calls the collectives of sequence parallelism by the names they had before torch 2.13.
 for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
     warnings.filterwarnings("ignore", message=f".*{name}. is deprecated", category=FutureWarning)

@@ -204,12 +204,21 @@ def doctor(
     model: Annotated[
         Path, typer.Option("--model", "-m", help="Directory with tokenizer and chat template.", metavar="DIR")
     ],
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Read answers as of this family, as router.family does; default: as the template's marks tell."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check that a model's chat template lets recorded tokens be reused turn after turn. Exit code 1 where it does not."""
     from rlagent.doctor import examine, proven, to_json
+    from rlagent.router.families import FORMS
 
-    findings = examine(model)
+    if family is not None and family not in FORMS:
+        raise ConfigError(f"--family is {family!r}; use one of {', '.join(FORMS)}")
+    findings = examine(model, FORMS[family].name if family is not None else None)
     if as_json:
         _print_json(to_json(model, findings))
     else:

@@ -7,7 +7,8 @@ comparing renders (plan.py), whatever the family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from rlagent.router import tool_calls
@@ -20,7 +21,8 @@ FamilyName = Literal["hermes", "llama3", "deepseek", "glm", "mistral", "harmony"
 class OutputForm:
     """How a family writes. A tool call stands between `opens` and `closes` ("": the output's end), read by `read`.
 
-    `bare`: starts of an answer that is a call without a marker (its whitespace left out).
+    `bare`: starts of an answer that is a call without a marker (its whitespace left out). `history_ends`: stop tokens
+    that are only sampled, each with the token that a history has in its place.
     """
 
     name: FamilyName
@@ -29,6 +31,7 @@ class OutputForm:
     closes: str = ""
     bare: tuple[str, ...] = ()
     think: tuple[str, str] = ("<think>", "</think>")
+    history_ends: Mapping[str, str] = field(default_factory=dict)
 
 
 HERMES: Final = OutputForm(name="hermes", read=tool_calls.one_json, opens="<tool_call>", closes="</tool_call>")
@@ -42,10 +45,14 @@ GLM: Final = OutputForm(name="glm", read=tool_calls.glm_call, opens="<tool_call>
 MISTRAL: Final = OutputForm(
     name="mistral", read=tool_calls.mistral_calls, opens="[TOOL_CALLS]", think=("[THINK]", "[/THINK]")
 )
-HARMONY: Final = OutputForm(name="harmony", think=("", ""))  # read by harmony.py
+HARMONY: Final = OutputForm(  # read by harmony.py
+    name="harmony", think=("", ""), history_ends={"<|return|>": "<|end|>"}
+)
 TEXT: Final = OutputForm(name="text")
 
-FORMS: Final = {form.name: form for form in (HERMES, LLAMA3, DEEPSEEK, GLM, MISTRAL, HARMONY, TEXT)}
+FORMS: Final[Mapping[str, OutputForm]] = {
+    form.name: form for form in (HERMES, LLAMA3, DEEPSEEK, GLM, MISTRAL, HARMONY, TEXT)
+}
 
 # The first whose marks stand in the template. Templates of one family may hold another's marks further down.
 _MARKS: Final[tuple[tuple[OutputForm, tuple[str, ...]], ...]] = (

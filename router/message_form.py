@@ -8,6 +8,7 @@ be, and under which name they look for reasoning. Invariant: forms differ in rep
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,6 +26,8 @@ Render = Callable[[Sequence[Plain]], str]
 
 # Mistral's templates take ids of nine letters and digits only.
 _SHORT_ID: Final = 9
+# An id that was minted for a call to which the model gave one itself (parse.py): the template gets the model's.
+_OWN_ID: Final = re.compile("call_[0-9a-f]{24}_([0-9A-Za-z]{9})")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _NAME, _KEY, _VALUE, _THOUGHT = "probe_name", "probe_key", "probe_value", "probe_thought"
 
@@ -62,6 +65,9 @@ class MessageForm:
         return body
 
     def _id(self, call_id: str) -> str:
+        own = _OWN_ID.fullmatch(call_id) if self.short_ids else None
+        if own is not None:
+            return own[1]
         short = self.short_ids and not (len(call_id) == _SHORT_ID and call_id.isalnum())
         return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID] if short else call_id
 

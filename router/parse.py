@@ -173,8 +173,8 @@ class OutputParser(Reading):
         is_call = bool(self._held) or '"parameters"' in text or '"arguments"' in text  # else: an answer that is JSON
         found = self.form.read(text, self.schemas) if self.form.read and is_call and (end or not closes) else None
         if found is not None:
-            for name, arguments in found:
-                call = ToolCall(call_id=self.mint(), name=name, arguments=arguments)
+            for name, arguments, own_id in found:
+                call = ToolCall(call_id=self.mint() + (f"_{own_id}" if own_id else ""), name=name, arguments=arguments)
                 self._calls.append(call)
                 events.append(call)
             self._skip = " \t\r\n"

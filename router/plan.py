@@ -84,17 +84,20 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
     messages = list(conversation.messages)
     for turn in chain:  # clients drop reasoning: the template decides about what was really said
         messages[turn.position] = replace(messages[turn.position], reasoning=turn.served.reasoning)
+    tokenizer = renderer.tokenizer
+    stops = [None if turn.stop_id is None else tokenizer.decode([turn.stop_id]) for turn in chain]
+    positions = [turn.position for turn in chain]
     try:
-        segments = renderer.segments(replace(conversation, messages=tuple(messages)), [turn.position for turn in chain])
+        segments = renderer.segments(replace(conversation, messages=tuple(messages)), positions, stops)
     except TemplateError:
         return "template_refused"
     if segments is None or any(turn.segment != now for turn, now in zip(chain, segments.digests, strict=False)):
         return "render_differs"
     if reasoning == "template" and _dropped(chain, segments):
         return "reasoning_dropped"
-    suffix = renderer.tokenizer.encode(segments.texts[-1])
+    suffix = tokenizer.encode(segments.texts[-1])
     if node.stop_id is not None:
-        if not suffix or suffix[0] != node.stop_id:
+        if not suffix or not _closes(renderer, node, suffix[0], reasoning):
             return "foreign_stop"
         del suffix[0]
     suffix_ids = np.array(suffix, np.int32)
@@ -107,6 +110,13 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
         segment=segments.digests[-1],
         new=conversation.messages[node.position + 1 :],
     )
+
+
+def _closes(renderer: Renderer, node: Node, written: int, reasoning: Reasoning) -> bool:
+    """Whether the template ends the turn with the sampled stop token. A token that is only sampled stays where reasoning does."""
+    if written == node.stop_id:
+        return True
+    return reasoning == "all" and node.stop_id is not None and renderer.stands_for(node.stop_id) == written
 
 
 def _dropped(chain: Sequence[Node], segments: Segments) -> bool:

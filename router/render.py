@@ -2,7 +2,8 @@
 
 In the flow: the recorder asks for a fresh prompt, or for the segments between sampled turns. A template is a black box
 that may treat an assistant's turn by its content, so segments are found by rendering the conversation with each sampled
-turn replaced by a mark, and are then checked against the full render.
+turn replaced by a mark, and are then checked against the full render. Where a template treats what follows a turn with
+tool calls by those calls (Mistral, gpt-oss), the calls stay and only what they say is marked (turn_shape.py).
 Invariant: what was sampled is never rendered into ids again; only segments between sampled turns are tokenised.
 """
 
@@ -19,11 +20,9 @@ from rlagent.router.chat_template import ChatTemplate, TemplateError
 from rlagent.router.conversation import Conversation, Message, digest
 from rlagent.router.families import FORMS, TEXT, FamilyName, detect
 from rlagent.router.message_form import Plain, learn
-from rlagent.router.tokenizer import MARK_END, MARK_START, Tokenizer
+from rlagent.router.tokenizer import Tokenizer
+from rlagent.router.turn_shape import PROBE, TURN, Edges, between, plain_turn, shows_by_calls, span_of_marks
 
-# Stands for the sampled turn number i. No agent's text can hold it: guarded text has "0" or "s..." after the start.
-_TURN: Final = f"{MARK_START}t{{}}{MARK_END}"
-_PROBE: Final[Plain] = {"role": "user", "content": "a"}
 # A client chooses the template's arguments: beyond so many kinds the oldest is learned again.
 _MAX_FAMILIES: Final = 64
 
@@ -64,6 +63,7 @@ class Renderer:
         self.message_form = learn(self._probe)
         self.digest = digest(template.source.encode(), tokenizer.digest.encode())
         self._families: dict[bytes, Family] = {}
+        self._edges = Edges(self.message_form.reasoning_key) if shows_by_calls(self.message_form, self._probe) else None
 
     @classmethod
     def load(cls, model_dir: Path, family: FamilyName | None = None) -> Renderer:
@@ -75,29 +75,66 @@ class Renderer:
         text = self._text(self._plain(conversation.messages), conversation)
         return text, digest(self._family(conversation).body(text).encode())
 
-    def segments(self, conversation: Conversation, sampled: Sequence[int]) -> Segments | None:
+    def segments(
+        self, conversation: Conversation, sampled: Sequence[int], stops: Sequence[str | None]
+    ) -> Segments | None:
         """The text around the sampled messages (ascending positions); None where the full render disagrees.
 
-        TemplateError when the template refuses the conversation.
+        stops: the text of the stop token that ended each, if one did. TemplateError when the template refuses the conversation.
         """
         messages = self._plain(conversation.messages)
         marked = list(messages)
+        shaped = [self._edges is not None and bool(messages[position].get("tool_calls")) for position in sampled]
         for number, position in enumerate(sampled):
-            marked[position] = _turn(number)
-        rest = self._text(marked, conversation)
+            marked[position] = self._marked(messages[position], number, shaped=shaped[number])
+        text = self._text(marked, conversation)
         texts: list[str] = []
-        for number in range(len(sampled)):
-            text, mark, rest = rest.partition(_TURN.format(number))
-            if not mark:
+        start = 0
+        for number, position in enumerate(sampled):
+            span = self._span(
+                text, start, number, messages[position] if shaped[number] else None, stops[number], conversation
+            )
+            if span is None:
                 return None
-            texts.append(text)
-        texts.append(rest)
-        turns = _between(self._text(messages, conversation), texts)
+            texts.append(text[start : span[0]])
+            start = span[1]
+        texts.append(text[start:])
+        turns = between(self._text(messages, conversation), texts)
         if turns is None:
             return None
         body = self._family(conversation).body
         digests = tuple(digest(body(text).encode()) for text in texts)
         return Segments(texts=tuple(texts), turns=turns, digests=digests)
+
+    def lead(self, conversation: Conversation, segment: str) -> str:
+        """What the template puts between its generation prompt and an answer of which `segment` is the text before."""
+        family = self._family(conversation)
+        opener = family.opener if segment.endswith(family.opener) else ""
+        return opener.removeprefix(family.generation_prompt) if opener.startswith(family.generation_prompt) else ""
+
+    def stands_for(self, stop_id: int) -> int | None:
+        """The token that a history has where this one, which is only sampled, ended a turn."""
+        written = self.output_form.history_ends.get(self.tokenizer.decode([stop_id]))
+        ids = [] if written is None else self.tokenizer.encode(written)
+        return ids[0] if len(ids) == 1 else None
+
+    def _marked(self, message: Plain, number: int, *, shaped: bool) -> Plain:
+        if shaped and self._edges is not None:
+            return self._edges.marked(message, number)
+        return plain_turn(number)
+
+    def _span(
+        self, text: str, start: int, number: int, message: Plain | None, stop: str | None, conversation: Conversation
+    ) -> tuple[int, int] | None:
+        """Where a marked turn begins and ends; `message` is that of a shaped one."""
+        found = span_of_marks(text, start, number)
+        if found is None or message is None or self._edges is None:
+            return found
+        bare = replace(conversation, tools=())
+        args = orjson.dumps(dict(conversation.template_args), option=orjson.OPT_SORT_KEYS)
+        return self._edges.span(
+            text, start, found, message, stop, args, lambda said, prompt: self._text(said, bare, prompt=prompt)
+        )
 
     def _plain(self, messages: Sequence[Message]) -> list[Plain]:
         return [self.message_form.plain(message, self.tokenizer.guard) for message in messages]
@@ -124,36 +161,12 @@ class Renderer:
 
     def _learn(self, conversation: Conversation) -> Family:
         try:
-            asked = self._text([_PROBE], conversation, prompt=False)
-            prompted = self._text([_PROBE], conversation)
-            history = self._text([_PROBE, _turn(0), _PROBE], conversation).partition(_TURN.format(0))[0]
+            asked = self._text([PROBE], conversation, prompt=False)
+            prompted = self._text([PROBE], conversation)
+            history = self._text([PROBE, plain_turn(0), PROBE], conversation).partition(TURN.format(0))[0]
         except TemplateError:
             return Family("", "")  # segments are then compared whole
         return Family(
             prompted.removeprefix(asked) if prompted.startswith(asked) else "",
             history.removeprefix(asked) if history.startswith(asked) else "",
         )
-
-
-def _between(text: str, segments: Sequence[str]) -> tuple[str, ...] | None:
-    """What stands between the segments in `text`, if it is made of them in order, anchored at both ends."""
-    if not text.startswith(segments[0]):
-        return None
-    start = len(segments[0])
-    found: list[str] = []
-    for segment in segments[1:-1]:
-        at = text.find(segment, start)
-        if at < 0:
-            return None
-        found.append(text[start:at])
-        start = at + len(segment)
-    if len(segments) > 1:
-        end = len(text) - len(segments[-1])
-        if end < start or not text.endswith(segments[-1]):
-            return None
-        found.append(text[start:end])
-    return tuple(found)
-
-
-def _turn(number: int) -> Plain:
-    return {"role": "assistant", "content": _TURN.format(number)}

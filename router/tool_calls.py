@@ -11,23 +11,34 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rlagent.router.json_body import text_too_deep
 
 Tools = Sequence[Mapping[str, Any]]
-Calls = list[tuple[str, str]]  # name, arguments' JSON text
+
+
+class ReadCall(NamedTuple):
+    """A call as it was written. `own_id`: the id that the model gave it, in families that do (Mistral)."""
+
+    name: str
+    arguments: str  # their JSON text
+    own_id: str = ""
+
+
+Calls = list[ReadCall]
 ReadCalls = Callable[[str, Tools], Calls | None]
 
 _decoder: Final = json.JSONDecoder()
 _ARGUMENT: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _DEEPSEEK_CALL: Final = re.compile(r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 _FENCED: Final = re.compile(r"([^\n]*)\n```json\n(.*)\n```\s*", re.DOTALL)
-_MISTRAL_NAME: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+OWN_ID: Final = re.compile("[0-9A-Za-z]{9}")  # Mistral's
 
 
-def parse_tool_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (their text as it was written) of {"name": ..., "arguments": {...}}; None if it is not that."""
+def parse_tool_call(text: str) -> ReadCall | None:
+    """What was written as {"name": ..., "arguments": {...}}; None if it is not that."""
     found = _members(text.strip())
     if found is None or "name" not in found:
         return None
@@ -35,7 +46,8 @@ def parse_tool_call(text: str) -> tuple[str, str] | None:
     arguments = found.get("arguments", found.get("parameters", "{}"))
     if not isinstance(name, str) or not name or not arguments.startswith("{") or text_too_deep(arguments):
         return None
-    return name, arguments
+    own_id = json.loads(found.get("id", '""'))
+    return ReadCall(name, arguments, own_id if isinstance(own_id, str) and OWN_ID.fullmatch(own_id) else "")
 
 
 def one_json(text: str, _tools: Tools) -> Calls | None:
@@ -65,7 +77,7 @@ def llama_calls(text: str, _tools: Tools) -> Calls | None:
     return calls or None
 
 
-def _builtin_call(text: str) -> tuple[str, str] | None:
+def _builtin_call(text: str) -> ReadCall | None:
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "call":
@@ -132,9 +144,9 @@ def mistral_calls(text: str, _tools: Tools) -> Calls | None:
     for piece in text.split("[TOOL_CALLS]"):
         found = _MISTRAL_NAME.match(piece)
         call = None if found is None else _call(found[1], piece[found.end() :])
-        if call is None:
+        if found is None or call is None:
             return None
-        calls.append(call)
+        calls.append(call._replace(own_id=found[2] if found[2] and OWN_ID.fullmatch(found[2]) else ""))
     return calls
 
 
@@ -153,10 +165,10 @@ def _array(text: str) -> Calls | None:
     return calls if calls and text[at:] == "]" else None
 
 
-def _call(name: str, arguments: str) -> tuple[str, str] | None:
+def _call(name: str, arguments: str) -> ReadCall | None:
     name, arguments = name.strip(), arguments.strip()
     is_object = arguments.startswith("{") and _json_end(arguments, 0) == len(arguments) and not text_too_deep(arguments)
-    return (name, arguments) if name and is_object else None
+    return ReadCall(name, arguments) if name and is_object else None
 
 
 def object_call(name: str, arguments: str) -> Calls | None:

@@ -39,7 +39,7 @@ def test_the_demos_template_is_proven_in_every_check() -> None:
     findings = examine(MODEL)
     assert proven(findings)
     assert {finding.verdict for finding in findings} == {"ok"}
-    assert len(findings) == 12
+    assert len(findings) == 13
     assert named(findings)["the model family"].detail == "hermes"
 
 
@@ -102,20 +102,39 @@ def test_a_llama_template_is_proven_with_its_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
+    ("family", "form", "question"),
     [
-        ("mistral_like", "mistral; the template takes call ids of nine characters"),
-        ("deepseek_like", "deepseek; the template takes arguments as text, no content beside calls"),
-        ("harmony_like", "harmony"),
+        ("mistral_like", "mistral; the template takes call ids of nine characters", "note"),
+        ("deepseek_like", "deepseek; the template takes arguments as text, no content beside calls", "ok"),
+        ("harmony_like", "harmony", "ok"),
     ],
 )
-def test_a_family_whose_turns_hang_on_their_calls_is_named_and_not_called_proven_for_tools(
-    tmp_path: Path, family: str, form: str
+def test_a_family_whose_turns_hang_on_their_calls_is_proven_with_its_tools(
+    tmp_path: Path, family: str, form: str, question: str
 ) -> None:
-    """Its prompts are right: turns with calls are rendered in full."""
-    findings = named(examine(family_model(tmp_path / "m", family)))
+    """Mistral's tools stand before the last question, so another question moves them."""
+    directory = family_model(tmp_path / "m", family)
+    if family == "harmony_like":
+        ids = [tokenizer(*FAMILY_TOKENS[family]).encode(text)[0] for text in ("<|return|>", "<|call|>")]
+        (directory / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": ids}))
+    findings = named(examine(directory))
+    assert proven(list(findings.values()))
     assert findings["the model family"].detail == form
-    assert findings.get("a tool loop") is None or findings["a tool loop"].verdict != "ok"
+    assert findings["a tool loop"].verdict == "ok"
+    assert findings["a question behind a tool loop"].verdict == question
+
+
+def test_a_family_can_be_forced(tmp_path: Path) -> None:
+    directory = family_model(tmp_path / "m", "llama3_like")
+    findings = named(examine(directory, "text"))
+    assert findings["the model family"].detail == "text"
+    assert findings["a tool loop"].verdict == "fails"
+    assert "not read as such" in findings["a tool loop"].detail
+    command = [sys.executable, "-m", "rlagent.cli", "doctor", "--model", str(directory), "--family"]
+    assert subprocess.run([*command, "text"], capture_output=True, check=False).returncode == 1
+    wrong = subprocess.run([*command, "gtp"], capture_output=True, text=True, check=False)
+    assert wrong.returncode != 0
+    assert "use one of hermes" in wrong.stderr
 
 
 def test_a_template_without_marks_is_said_to_be_unknown(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from family_outputs import CALLS, MALFORMED, TOOLS, parser_of
-from templates import MODEL, Session, renderer, tokenizer, tool, user
+from templates import FAMILY_TOKENS, GOLDEN, MODEL, Session, conversation, renderer, tokenizer, tool, user
 
 from rlagent.router.chat_template import ChatTemplate
 from rlagent.router.conversation import Message
@@ -90,7 +89,7 @@ def test_a_plain_turn_of_a_family_is_extended(family: str, eos: str) -> None:
     answer = s.say(first, "there")
     found = s.plan([*first, answer, user("again")])
     assert found.origin == "extended"
-    full = s.renderer.fresh(s_conversation([*first, answer, user("again")]))[0]
+    full = s.renderer.fresh(conversation([*first, answer, user("again")]))[0]
     assert s.text(found.ids) == full
 
 
@@ -102,16 +101,82 @@ def test_a_tool_turn_of_llama_is_extended() -> None:
     assert s.plan([*first, answer, tool(answer, "done")]).origin == "extended"
 
 
-def s_conversation(messages: list[Any]) -> Any:
-    from templates import conversation
+MISTRAL_CALL = '[TOOL_CALLS][{"name": "f", "arguments": {"s": "x"}, "id": "aB3dE6gH9"}]'
+HARMONY_CALL = (
+    '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{"s": "x"}'
+)
+DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>".format(
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "x"}\n```<｜tool▁call▁end｜>'
+)
 
-    return conversation(messages)
+
+@pytest.mark.parametrize(
+    ("family", "eos", "written", "behind"),
+    [
+        ("mistral_like", "</s>", MISTRAL_CALL, '</s>[TOOL_RESULTS]{"content": "done", "call_id": "aB3dE6gH9"}[/TOOL_RESULTS]'),
+        ("harmony_like", "<|call|>", HARMONY_CALL,
+         '<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>"done"<|end|><|start|>assistant'),
+        ("deepseek_like", "<｜end▁of▁sentence｜>", DEEPSEEK_CALL,
+         "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>done<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"),
+    ],
+)  # fmt: skip
+def test_a_tool_loop_goes_on_from_what_was_sampled(family: str, eos: str, written: str, behind: str) -> None:
+    """Token for token, also where the template would write the calls otherwise (spaces, ids, channels)."""
+    s = Session(renderer=renderer(family), eos=eos, tools=TOOLS)
+    history = [user("hi")]
+    text = s.text(s.plan(history).ids)
+    for _ in range(3):
+        answer = s.say(history, written)
+        assert [call["function"] for call in answer["tool_calls"]] == [{"name": "f", "arguments": '{"s": "x"}'}]
+        history += [answer, tool(answer, "done")]
+        found = s.plan(history)
+        assert (found.origin, found.reason) == ("extended", "")
+        text += written + behind
+        assert s.text(found.ids) == text
 
 
-def test_a_template_that_cannot_be_extended_gives_a_full_render() -> None:
+def test_a_return_stands_for_the_end_of_a_message_where_reasoning_is_kept() -> None:
+    written = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>there"
+    for reasoning, origin in (("all", "extended"), ("template", "fresh")):
+        s = Session(renderer=renderer("harmony_like"), eos="<|return|>", reasoning=reasoning)  # type: ignore[arg-type]
+        history = [user("hi")]
+        asked = s.text(s.plan(history).ids)
+        answer = s.say(history, written)
+        found = s.plan([*history, answer, user("again")])
+        assert found.origin == origin
+        if origin == "extended":
+            behind = "<|return|><|start|>user<|message|>again<|end|><|start|>assistant"
+            assert s.text(found.ids) == asked + written + behind
+
+
+def test_a_question_behind_a_tool_loop_of_mistral_moves_the_tools_and_is_rendered_afresh() -> None:
     s = Session(renderer=renderer("mistral_like"), eos="</s>", tools=TOOLS)
-    first = [user("hi")]
-    answer = s.say(first, '[TOOL_CALLS][{"name": "f", "arguments": {"s": "x"}}]')
-    found = s.plan([*first, answer, tool(answer, "done")])
-    assert (found.origin, found.reason) in [("fresh", "render_differs"), ("fresh", "template_refused")]
-    assert '"call_id"' in s.text(found.ids)
+    history = [user("hi")]
+    answer = s.say(history, MISTRAL_CALL)
+    history += [answer, tool(answer, "done")]
+    history += [s.say(history, "there"), user("again")]
+    found = s.plan(history)
+    assert (found.origin, found.reason) == ("fresh", "render_differs")
+    assert s.text(found.ids).count("[AVAILABLE_TOOLS]") == 1
+
+
+def test_a_turn_that_the_template_does_not_close_is_rendered_afresh() -> None:
+    """DeepSeek V3's first template ends a turn of two calls, and none of one: the next stop token is another turn's."""
+    source = (GOLDEN / "deepseek_like.jinja").read_text()
+    open_one = source.replace("{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}", (
+        "{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' if message.tool_calls | length > 1 else '' }}"
+    ))  # fmt: skip
+    assert open_one != source
+    s = Session(
+        renderer=Renderer(ChatTemplate({"default": open_one}, {}, "x"), tokenizer(*FAMILY_TOKENS["deepseek_like"])),
+        eos="<｜end▁of▁sentence｜>",
+        tools=TOOLS,
+    )
+    history = [user("hi")]
+    answer = s.say(history, DEEPSEEK_CALL)
+    history += [answer, tool(answer, "done")]
+    later = [*history, {"role": "assistant", "content": "mine"}, user("again")]
+    for asked in (history, later):
+        found = s.plan(asked)
+        assert (found.origin, found.reason) == ("fresh", "render_differs")
+        assert "done" in s.text(found.ids)

@@ -78,8 +78,8 @@ def test_reasoning_that_the_prompt_opened_or_that_never_ends() -> None:
 
 
 def test_names_and_arguments_of_a_call() -> None:
-    assert parse_tool_call(' {"name": "f", "parameters": {"a": [1, {}]}} ') == ("f", '{"a": [1, {}]}')
-    assert parse_tool_call('{"name": "f"}') == ("f", "{}")
+    assert parse_tool_call(' {"name": "f", "parameters": {"a": [1, {}]}} ') == ("f", '{"a": [1, {}]}', "")
+    assert parse_tool_call('{"name": "f"}') == ("f", "{}", "")
     assert parse_tool_call('{"name": "f"} x') is None
     assert parse_tool_call('{"name": "f",}') is None
     assert parse_tool_call("") is None

@@ -18,12 +18,13 @@ from aiohttp import web
 from rlagent.errors import RlagentError
 from rlagent.router.auth import SESSION_KEY, Auth
 from rlagent.router.config import RouterConfig
-from rlagent.router.dialects import DIALECTS, MESSAGES
+from rlagent.router.dialects import DIALECTS, MESSAGES, RESPONSES
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.dialect import Begun, Dialect, StreamWriter
 from rlagent.router.dialects.messages import parse_prompt
+from rlagent.router.dialects.responses import asked_of
 from rlagent.router.dialects.served import events_of, served
-from rlagent.router.errors import ApiError, to_api_error
+from rlagent.router.errors import ApiError, invalid, to_api_error
 from rlagent.router.live import LiveSession
 from rlagent.router.parse import Event
 from rlagent.router.recorder import Recorder
@@ -56,6 +57,7 @@ class CompletionsApi:
             for route in (
                 *(web.post(f"{prefix}/{dialect.path}", self._handler(dialect)) for dialect in DIALECTS),
                 web.post(f"{prefix}/messages/count_tokens", self.count_tokens),
+                web.get(f"{prefix}/{RESPONSES.path}/{{response_id}}", self.response),
                 web.get(f"{prefix}/models", self.models),
                 web.get(f"{prefix}/models/{{model}}", self.model),
             )
@@ -91,6 +93,19 @@ class CompletionsApi:
             ask = parse_prompt(await request.read())
             return _json({"input_tokens": self._recorder.num_prompt_tokens(live, ask)})
 
+    async def response(self, request: web.Request) -> web.Response:
+        """GET /v1/responses/{response_id}: a recorded answer, as it was given."""
+        request[DIALECT_KEY] = RESPONSES
+        if request.query.get("stream") == "true":
+            raise invalid("stream is not supported here: the answer is complete; leave it out", "stream")
+        session_id = await self._reader(request)
+        response_id = request.match_info["response_id"]
+        call = None if session_id is None else await self._recorder.recorded(session_id, response_id)
+        if call is None or call.dialect != RESPONSES.path:
+            what = f"Response with id {response_id!r} not found: a session's key reads its own answers"
+            raise ApiError(404, what, param="response_id", code="not_found", retry=False)
+        return _json(RESPONSES.answer(call, asked_of(call), self._tokenizer))
+
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
         await self._reader(request)
@@ -115,7 +130,7 @@ class CompletionsApi:
             return await self._auth.by_path(request, session_id)
         return await self._auth.by_key(request)
 
-    async def _reader(self, request: web.Request) -> None:
+    async def _reader(self, request: web.Request) -> str | None:
         session_id = request.match_info.get("session_id")
         if session_id is not None:
             await self._auth.reader(request, session_id)
@@ -123,6 +138,7 @@ class CompletionsApi:
             session_id = await self._auth.any_key(request)
         if session_id is not None:
             request[SESSION_KEY] = session_id
+        return session_id
 
     async def _deliver(
         self, request: web.Request, live: LiveSession, call: Call, response: web.Response

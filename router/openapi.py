@@ -63,6 +63,7 @@ _MEMBERS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("POST", "/v1/chat/completions"): ("id", "object", "choices", "usage"),
     ("POST", "/v1/completions"): ("id", "object", "choices", "usage"),
     ("POST", "/v1/responses"): ("id", "object", "status", "output", "usage"),
+    ("GET", "/v1/responses/{response_id}"): ("id", "object", "status", "output", "usage"),
     ("POST", "/v1/messages"): ("id", "type", "content", "stop_reason", "usage"),
     ("POST", "/v1/messages/count_tokens"): ("input_tokens",),
     ("GET", "/health"): ("status", "engines_ready", "engines"),

@@ -101,8 +101,13 @@ class Recorder:
             raise no_grammar()
         if ask.previous is None:
             return ask
-        calls = {call.call_id: call for call in await self._buffer.calls(live.session.session_id)}
-        return replace(ask, conversation=continued(ask.conversation, ask.num_lead, ask.previous, calls))
+        known = "\0" not in ask.previous  # which no store can look up
+        chain = await self._buffer.chain(live.session.session_id, ask.previous) if known else []
+        return replace(ask, conversation=continued(ask.conversation, ask.num_lead, ask.previous, chain))
+
+    async def recorded(self, session_id: str, call_id: str) -> Call | None:
+        """A call of a session, open or not."""
+        return await self._buffer.call(session_id, call_id)
 
     def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
         """How long the prompt of a request would be."""
@@ -359,6 +364,7 @@ def _client_note(prepared: Prepared, ends: Sequence[TextEnd]) -> bytes:
         "logprobs": ask.logprobs,
         **({"ends": [[end.length, end.digest] for end in ends]} if ends else {}),
         **({"num_lead": ask.num_lead} if ask.num_lead else {}),
+        **({"echo": ask.echo} if ask.echo else {}),
         **({} if ask.grammar is None else {"json_schema": ask.grammar.schema}),
         "root": {"model": root.model, "tools": root.tools, "template": root.template},
         "segment": prepared.plan.segment,

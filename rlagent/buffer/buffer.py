@@ -158,6 +158,14 @@ class Buffer:
         """A session's calls in order of arrival. Full prompts: rlagent.trajectory.full_prompt_ids."""
         return await self._store.read(lambda tx: sessions.calls_of(tx, session_id))
 
+    async def call(self, session_id: str, call_id: str) -> Call | None:
+        """A call of a session."""
+        return await self._store.read(lambda tx: sessions.find_call(tx, session_id, call_id))
+
+    async def chain(self, session_id: str, call_id: str) -> list[Call]:
+        """A call behind all those that it goes on from, the first one first; empty if the session has no such call."""
+        return await self._store.read(lambda tx: sessions.chain_of(tx, session_id, call_id))
+
     async def trajectories(self, session_id: str) -> list[Trajectory]:
         """A session's rows; those of an open session as of now."""
 

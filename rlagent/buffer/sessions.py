@@ -227,6 +227,23 @@ def calls_of(tx: Transaction, session_id: str) -> list[Call]:
     ]
 
 
+def chain_of(tx: Transaction, session_id: str, call_id: str) -> list[Call]:
+    """A call behind all those that it goes on from; none if the session has no such call."""
+    chain = (
+        "WITH RECURSIVE chain (call_id, parent_id) AS ("
+        "SELECT call_id, parent_id FROM calls WHERE call_id = ? AND session_id = ? UNION ALL "
+        "SELECT calls.call_id, calls.parent_id FROM calls JOIN chain ON calls.call_id = chain.parent_id)"
+    )
+    found = f"{chain} SELECT {CALL_COLUMNS} FROM calls WHERE call_id IN (SELECT call_id FROM chain) ORDER BY position"
+    return [decode_call(row) for row in tx.rows(found, call_id, session_id)]
+
+
+def find_call(tx: Transaction, session_id: str, call_id: str) -> Call | None:
+    """A call of a session by its id."""
+    row = tx.row(f"SELECT {CALL_COLUMNS} FROM calls WHERE call_id = ? AND session_id = ?", call_id, session_id)
+    return None if row is None else decode_call(row)
+
+
 def encode(call: Call) -> tuple[Value, ...]:
     """The values that insert_call stores; made outside the transaction, since it compresses."""
     return encode_call(call)

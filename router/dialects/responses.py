@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import orjson
 from pydantic import Field
 
 from rlagent.router.conversation import Conversation, Message, digest
@@ -18,6 +19,7 @@ from rlagent.router.dialects.responses_items import read_items
 from rlagent.router.errors import invalid
 from rlagent.router.grammar import Grammar, forced_call, is_forced, json_answer
 from rlagent.router.sampling import Asked
+from rlagent.types import Call
 
 _REFUSED: Final = {
     "background": "answers are not kept for later; leave it out",
@@ -75,6 +77,19 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
         ignored=ignored(body),
         body_digest=digest(content),
         retry_count=read_retry_count(headers),
+    )
+
+
+def asked_of(call: Call) -> Ask:
+    """What is known of a recorded call's request: enough to write its answer again."""
+    noted = orjson.loads(call.client)
+    return Ask(
+        dialect=call.dialect,
+        model=call.model,
+        conversation=Conversation(messages=()),
+        asked=Asked(),
+        logprobs=noted["logprobs"],
+        echo=noted.get("echo", {}),
     )
 
 

@@ -62,6 +62,47 @@ async def test_a_tool_loop_by_items(tmp_path: Path) -> None:
         assert thought == "<think>\nI should look.\n</think>"
 
 
+async def test_a_response_is_retrieved_as_it_was_given(tmp_path: Path) -> None:
+    script = in_turn(said(f"<think>\nhm\n</think>\nLook.\n{CALL}"), said("Yes."))
+    async with router(tmp_path, script) as r, client_of(r) as client:
+        first = await client.responses.create(
+            model="m", input=ASKED, tools=TOOLS, instructions="Be brief.", metadata={"a": "b"},
+            include=["message.output_text.logprobs"], temperature=0.7,
+        )  # fmt: skip
+        streamed = ""
+        async for event in await client.responses.create(model="m", input=ASKED, stream=True):
+            if event.type == "response.completed":
+                streamed = event.response.id
+        raw = await client.responses.with_raw_response.retrieve(first.id)
+        assert raw.parse().to_dict() == first.to_dict()
+        assert (await client.responses.retrieve(streamed)).output_text == "Yes."
+        for wrong in ("resp_x", "a\0b"):
+            with pytest.raises((openai.NotFoundError, openai.BadRequestError)):
+                await client.responses.retrieve(wrong)
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            await client.responses.with_raw_response.retrieve(first.id, stream=True)
+        (session,) = await r.admin.sessions()
+        await r.admin.finish(session["session_id"], reward=1.0)
+        assert (await client.responses.retrieve(first.id)).id == first.id
+        with pytest.raises(openai.APIStatusError, match="405"):
+            await client.responses.delete(first.id)
+
+
+async def test_a_response_of_another_session_or_dialect_is_not_found(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("hi"))) as r, client_of(r) as client:
+        found = await client.responses.create(model="m", input=ASKED)
+        chat = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(chat.id)
+        other = openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key="other", max_retries=0)
+        async with other:
+            await other.responses.create(model="m", input=ASKED)
+            with pytest.raises(openai.NotFoundError, match="own answers"):
+                await other.responses.retrieve(found.id)
+            with pytest.raises(openai.BadRequestError, match="own answers"):
+                await other.responses.create(model="m", input="Sure?", previous_response_id=found.id)
+
+
 async def test_previous_response_id_goes_on_from_what_is_recorded(tmp_path: Path) -> None:
     script = in_turn(said(f"<think>\nHm.\n</think>\n{CALL}"), said("The code is 7."), said("Yes."))
     async with router(tmp_path, script) as r, client_of(r) as client:

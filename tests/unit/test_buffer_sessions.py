@@ -42,6 +42,22 @@ async def test_a_session_and_its_calls_survive_a_reopen(place: Place) -> None:
     await buffer.close()
 
 
+async def test_a_chain_is_a_call_and_what_it_goes_on_from(buffer: Buffer) -> None:
+    await buffer.open_session(SESSION)
+    await buffer.record_call(make_call(0))
+    await buffer.record_call(make_call(1))
+    await buffer.record_call(make_call(2, parent="s.0", prompt_len=7))
+    await buffer.record_call(make_call(3, parent="s.2", prompt_len=12))
+    await buffer.record_call(make_call(4, parent="s.0", prompt_len=7))
+    assert [call.call_id for call in await buffer.chain("s", "s.3")] == ["s.0", "s.2", "s.3"]
+    assert [call.call_id for call in await buffer.chain("s", "s.1")] == ["s.1"]
+    assert await buffer.chain("other", "s.3") == await buffer.chain("s", "s.9") == []
+    found = await buffer.call("s", "s.4")
+    assert found is not None
+    assert found.index == 4
+    assert await buffer.call("other", "s.4") is None
+
+
 async def test_ids_and_keys_are_used_once(buffer: Buffer) -> None:
     await buffer.open_session(SESSION)
     with pytest.raises(ConflictError, match="'s' exists"):

@@ -212,10 +212,8 @@ def sum_stats(stats: Sequence[Stats], plan: ParallelPlan) -> dict[str, float]:
     local: dict[str, float] = {}
     if plan.counts:
         for one in stats:
-            # One copy from the device for all of them.
-            numbers = torch.stack([value.double() for value in one.values()]).tolist()
-            for name, number in zip(one, numbers, strict=True):
-                _combine(local, name, number)
+            for name, value in one.items():
+                _combine(local, name, float(value))
     gathered: list[dict[str, float]] = [local]
     if plan.world_size > 1:
         gathered = [{} for _ in range(plan.world_size)]

@@ -33,6 +33,8 @@ _REFUSED: Final = {
     "container": "there is no code execution here; give the policy a tool instead",
     "prefill": "an answer cannot be begun for the policy; leave it out",
 }
+# Beginnings of their types, which are dated.
+_VENDOR_RUN: Final = ("web_search_", "web_fetch_", "code_execution_", "tool_search_")
 
 
 class Prompt(Body):
@@ -67,7 +69,10 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     body = read_body(Request, content)
     conversation = _conversation(body)
     choice = (body.tool_choice or {}).get("type", "auto")
-    effort = {name: value for name, value in (body.output_config or {}).items() if name != "format"}
+    without_effect = {
+        "output_config": {name: value for name, value in (body.output_config or {}).items() if name != "format"},
+        "tools": [tool for tool in body.tools or [] if _is_vendor_run(tool)],
+    }
     return Ask(
         dialect="messages",
         id_prefix="msg_",
@@ -84,7 +89,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
         grammar=_grammar(body, conversation),
         tools=bool(conversation.tools) and choice != "none",
         stream=bool(body.stream),
-        ignored=ignored(body) | ({"output_config": effort} if effort else {}),
+        ignored=ignored(body) | {name: value for name, value in without_effect.items() if value},
         body_digest=digest(content),
         retry_count=read_retry_count(headers),
     )
@@ -107,7 +112,7 @@ def _conversation(body: Prompt) -> Conversation:
         )
     return Conversation(
         messages=(*system, *found),
-        tools=tuple(_tool(tool, index) for index, tool in enumerate(body.tools or [])),
+        tools=tuple(_tool(tool, index) for index, tool in enumerate(body.tools or []) if not _is_vendor_run(tool)),
         template_args=read_template_args(body.chat_template_kwargs),
     )
 
@@ -132,6 +137,11 @@ def _grammar(body: Request, conversation: Conversation) -> Grammar | None:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise invalid("output_config.format is not {'type': 'json_schema', 'schema': {...}}", "output_config")
     return json_answer(form.get("schema"), "output_config.format.schema")
+
+
+def _is_vendor_run(tool: Mapping[str, Any]) -> bool:
+    """Whether the vendor would run it: such a tool is left out of the prompt, so that the policy never asks for it."""
+    return str(tool.get("type")).startswith(_VENDOR_RUN)
 
 
 def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from rlagent.router.conversation import Conversation, Message, digest
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.body import Body, ignored, read_body, read_retry_count, read_template_args, refuse
 from rlagent.router.dialects.responses_items import read_items
+from rlagent.router.dialects.responses_tools import read_tools
 from rlagent.router.errors import invalid
 from rlagent.router.grammar import Grammar, forced_call, is_forced, json_answer
 from rlagent.router.sampling import Asked
@@ -58,7 +59,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
     _check(body)
     sent = [Message(role="user", content=body.input)] if isinstance(body.input, str) else read_items(body.input or [])
     lead = [Message(role="system", content=body.instructions)] if body.instructions else []
-    tools = tuple(_tool(tool, index) for index, tool in enumerate(body.tools or []))
+    tools, left_out = read_tools(body.tools or [])
     return Ask(
         dialect="responses",
         id_prefix="resp_",
@@ -74,7 +75,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> Ask:
         stream=bool(body.stream),
         logprobs=_LOGPROBS in (body.include or []),
         echo=_echo(body),
-        ignored=ignored(body),
+        ignored=ignored(body) | ({"tools": left_out} if left_out else {}),
         body_digest=digest(content),
         retry_count=read_retry_count(headers),
     )
@@ -134,17 +135,6 @@ def _grammar(body: Request, tools: tuple[Mapping[str, Any], ...]) -> Grammar | N
         case "json_schema":
             return json_answer(form.get("schema"), "text.format.schema")
     raise invalid(f"text.format is of type {form.get('type')!r}; use text, json_object or json_schema", "text")
-
-
-def _tool(found: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """A tool in chat's form, which templates expect. `strict` is left out: without a grammar it says nothing."""
-    if found.get("type") != "function":
-        kind = found.get("type")
-        raise invalid(f"tools.{index} is of type {kind!r}, which the router cannot run; use a function", "tools")
-    if not isinstance(found.get("name"), str):
-        raise invalid(f"tools.{index} is not {{'type': 'function', 'name', 'parameters'}}", "tools")
-    names = ("name", "description", "parameters")
-    return {"type": "function", "function": {name: found[name] for name in names if found.get(name) is not None}}
 
 
 def _echo(body: Request) -> dict[str, Any]:

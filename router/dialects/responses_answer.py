@@ -10,6 +10,7 @@ import orjson
 from rlagent.router.conversation import ToolCall
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.dialect import Begun, Json
+from rlagent.router.dialects.responses_tools import call_names, namespaces
 from rlagent.router.dialects.served import events_of, num_reasoning, num_sampled, served, token_logprobs
 from rlagent.router.errors import ApiError
 from rlagent.router.parse import Event, Text
@@ -25,7 +26,7 @@ _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 def response(call: Call, ask: Ask, tokenizer: Tokenizer) -> Json:
     """A `response` object."""
-    items = _Items(call.call_id)
+    items = _Items(call.call_id, ask)
     (answered,) = served(call)
     for event in events_of(answered):
         items.take(event)
@@ -36,8 +37,9 @@ def response(call: Call, ask: Ask, tokenizer: Tokenizer) -> Json:
 class _Items:
     """The output items of one response, as events complete them."""
 
-    def __init__(self, call_id: str) -> None:
+    def __init__(self, call_id: str, ask: Ask) -> None:
         self._call_id = call_id
+        self.namespaces = namespaces(ask.echo["tools"])
         self.kind: _Kind | None = None  # of the open item
         self.item_id = ""
         self.text = ""
@@ -55,13 +57,20 @@ class _Items:
         """Add an event to the items."""
         if isinstance(event, ToolCall):
             self.close()
-            self.done.append(_function_call(event, self.new_id("function_call"), event.arguments, "completed"))
+            self.done.append(self.function_call(event, self.new_id("function_call"), event.arguments, "completed"))
             return
         kind: _Kind = "message" if isinstance(event, Text) else "reasoning"
         if self.kind != kind:
             self.close()
             self.enter(kind)
         self.text += event.text
+
+    def function_call(self, call: ToolCall, item_id: str, arguments: str, status: _Status) -> Json:
+        """A call's item."""
+        names = call_names(call, self.namespaces)
+        return {
+            "id": item_id, "type": "function_call", "status": status, "call_id": call.call_id, **names, "arguments": arguments
+        }  # fmt: skip
 
     def close(self) -> None:
         """Complete the open item, if there is one."""
@@ -76,7 +85,7 @@ class EventWriter:
     def __init__(self, begun: Begun) -> None:
         self._begun = begun
         self._number = 0
-        self._items = _Items(begun.call_id)
+        self._items = _Items(begun.call_id, begun.ask)
 
     def opening(self) -> bytes:
         """response.created and response.in_progress."""
@@ -127,9 +136,9 @@ class EventWriter:
     def _call(self, call: ToolCall) -> bytes:
         index, item_id = len(self._items.done), self._items.new_id("function_call")
         where = {"item_id": item_id, "output_index": index}
-        pieces = [self._of_item("added", _function_call(call, item_id, "", "in_progress"))]
+        pieces = [self._of_item("added", self._items.function_call(call, item_id, "", "in_progress"))]
         pieces.append(self._event("response.function_call_arguments.delta", {**where, "delta": call.arguments}))
-        done = {**where, "name": call.name, "arguments": call.arguments}
+        done = {**where, "name": call_names(call, self._items.namespaces)["name"], "arguments": call.arguments}
         pieces.append(self._event("response.function_call_arguments.done", done))
         self._items.take(call)
         return b"".join(pieces) + self._of_item("done", self._items.done[index], index)
@@ -197,14 +206,3 @@ def _item(kind: _Kind, item_id: str, status: _Status, content: list[Json]) -> Js
 def _part(kind: _Kind, text: str) -> Json:
     more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
     return {"type": _PARTS[kind], "text": text, **more}
-
-
-def _function_call(call: ToolCall, item_id: str, arguments: str, status: _Status) -> Json:
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "status": status,
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": arguments,
-    }

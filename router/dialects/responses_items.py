@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rlagent.router.conversation import Message, Role, ToolCall
+from rlagent.router.dialects.responses_tools import joined_name
 from rlagent.router.errors import ApiError, invalid
 
 _ROLES: Final[dict[str, Role]] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -68,7 +69,7 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _call(item: Mapping[str, Any], where: str) -> ToolCall:
     call_id, name, arguments = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
-    return ToolCall(call_id=call_id, name=name, arguments=arguments)
+    return ToolCall(call_id=call_id, name=joined_name(name, item.get("namespace")), arguments=arguments)
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:

@@ -80,6 +80,13 @@ def test_a_forced_call_and_a_form_are_grammars() -> None:
     assert (form.is_call, orjson.loads(form.schema)) == (False, {"type": "object"})
 
 
+def test_tools_that_the_vendor_runs_are_left_out_and_recorded() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    found = ask(tools=[search, TOOL])
+    assert [tool["function"]["name"] for tool in found.conversation.tools] == ["f"]
+    assert found.ignored == {"tools": [search]}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -95,7 +102,7 @@ def test_a_forced_call_and_a_form_are_grammars() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ({"tools": [{"name": "f"}]}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice"),

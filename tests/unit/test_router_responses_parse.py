@@ -10,6 +10,7 @@ import pytest
 from rlagent.router.conversation import Message, ToolCall
 from rlagent.router.dialects.ask import Ask
 from rlagent.router.dialects.responses import parse
+from rlagent.router.dialects.responses_tools import call_names, namespaces
 from rlagent.router.errors import ApiError
 
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
@@ -58,6 +59,24 @@ def test_an_assistants_items_are_one_message_until_another_speaks() -> None:
     )
 
 
+def test_tools_that_the_vendor_runs_are_left_out_and_recorded() -> None:
+    search = {"type": "web_search", "external_web_access": True}
+    found = ask(tools=[search, TOOL])
+    assert [tool["function"]["name"] for tool in found.conversation.tools] == ["f"]
+    assert found.ignored == {"tools": [search]}
+
+
+def test_functions_of_a_namespace_are_named_with_it_and_come_back_so() -> None:
+    space = {"type": "namespace", "name": "team", "tools": [{**TOOL, "name": "ask"}, {"type": "custom", "name": "x"}]}
+    call = {"type": "function_call", "call_id": "a", "name": "ask", "namespace": "team", "arguments": "{}"}
+    found = ask(tools=[space, TOOL], input=[{"role": "user", "content": "q"}, call])
+    assert [tool["function"]["name"] for tool in found.conversation.tools] == ["team.ask", "f"]
+    assert found.conversation.messages[-1].tool_calls == (ToolCall(call_id="a", name="team.ask", arguments="{}"),)
+    known = namespaces(found.echo["tools"])
+    assert call_names(found.conversation.messages[-1].tool_calls[0], known) == {"name": "ask", "namespace": "team"}
+    assert call_names(ToolCall(call_id="b", name="other.ask", arguments="{}"), known) == {"name": "other.ask"}
+
+
 def test_a_forced_call_and_a_form_are_grammars() -> None:
     forced = ask(tools=[TOOL], tool_choice={"type": "function", "name": "f"}, parallel_tool_calls=False).grammar
     assert forced is not None
@@ -79,7 +98,10 @@ def test_a_forced_call_and_a_form_are_grammars() -> None:
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "local_shell"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "function", "name": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": [TOOL]}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),

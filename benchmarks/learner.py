@@ -1,150 +1,138 @@
-"""Tokens per second of a learner step on the CPU: rows packed, rows padded, and a plain transformers loop on them.
+"""Sampled tokens per second of a learner step, beside plain transformers loops and TRL's GRPOTrainer on the same uneven rows.
 
-    python benchmarks/learner.py [--layers 3 --hidden 128 --rows 64 --steps 5]
+    python benchmarks/learner.py [--rows 24 --rounds 3 --threads 1] [--trl PYTHON]
 
-"Tokens" are the rows' own, never padding. All three run forward, backward and AdamW in fp32 on one thread.
+All sides run forward, backward, clipping and AdamW: on the CPU a model of 5.0M parameters in fp32, on a GPU (where there is one) one
+of 0.5B in bf16, with MFU and peak memory. Sides take turns, so that other work on the machine meets all alike; of each side the
+fastest round counts, in seconds and in seconds of the processor. --trl names a python that has TRL (see learner_trl.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import json
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from learner_peers import packed, padded, row_by_row
+from learner_rows import HALF_BILLION, PROMPT, SMALL, completion_lengths, make_batch, make_model
+from machine import machine
 
+from rlagent.launch.local import free_port
 from rlagent.trainer.config import BatchConfig, LearnerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
-from rlagent.types import Batch
 
-SAMPLED_FRACTION = 0.3
-"""Of a multi-turn row's tokens; the rest are prompts and tool answers."""
+H200_FLOPS = 989e12  # dense bf16
 
 
-def make_model(args: argparse.Namespace, directory: Path) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
-        num_key_value_heads=max(args.hidden // 64, 1),
-        head_dim=32,
-        tie_word_embeddings=True,
+@dataclass
+class Side:
+    """One contender, and what its rounds took."""
+
+    step: Callable[[], object]
+    seconds: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def round(self) -> None:
+        """One step, timed."""
+        start, used = time.perf_counter(), time.process_time()
+        self.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
+        self.processor.append(time.process_time() - used)
+
+
+def trl(python: str, args: argparse.Namespace, *extra: str) -> tuple[float, float]:
+    """Seconds, and seconds of the processor, of TRL's fastest step."""
+    script = Path(__file__).with_name("learner_trl.py")
+    command = [
+        python,
+        str(script),
+        f"--rows={args.rows}",
+        f"--steps={args.rounds}",
+        f"--threads={args.threads}",
+        *extra,
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return min(found["seconds"]), min(found["processor"])
+
+
+def make_learner(directory: Path, args: argparse.Namespace, cuda: bool) -> Learner:
+    return Learner(
+        LearnerConfig(
+            device="cuda" if cuda else "cpu",
+            dtype="bfloat16" if cuda else "float32",
+            threads=args.threads,
+            batch=BatchConfig(tokens=args.tokens),
+        ),
+        ParallelConfig(),
+        directory,
+        rank=0,
+        world_size=1,
+        master_port=free_port(),
+        seed=0,
+        total_steps=1000,
     )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
-    return model
-
-
-def make_batch(rng: np.random.Generator, lengths: list[int], vocab: int, width: int | None = None) -> Batch:
-    """Random rows; with `width` every row is padded to it, its padding neither sampled nor counted."""
-    widths = [width or length for length in lengths]
-    total = sum(widths)
-    mask = np.zeros(total, dtype=bool)
-    start = 0
-    for length, row_width in zip(lengths, widths, strict=True):
-        mask[start + 1 : start + length] = rng.random(length - 1) < SAMPLED_FRACTION
-        start += row_width
-    return Batch(
-        token_ids=rng.integers(0, vocab, total).astype(np.int32),
-        position_ids=np.concatenate([np.arange(row_width) for row_width in widths]).astype(np.int32),
-        cu_seqlens=np.cumsum([0, *widths]).astype(np.int32),
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, -6.0, 0.0).astype(np.float32),
-        temperature=np.ones(total, np.float32),
-        advantages=np.where(mask, rng.normal(size=total), 0.0).astype(np.float32),
-        weight=np.where(mask, 1.0 / mask.sum(), 0.0).astype(np.float32),
-        versions=np.zeros(total, np.int32),
-        rollout_index=np.arange(len(lengths), dtype=np.int32),
-        num_sampled=int(mask.sum()),
-    )
-
-
-def transformers_step(model: Qwen3ForCausalLM, batch: Batch, tokens: int) -> Callable[[], None]:
-    """The loop one would write: rows of like length padded in microbatches of `tokens`, -advantage * logprob, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    bounds = batch.cu_seqlens.tolist()
-    rows = sorted(range(batch.num_rows), key=lambda row: bounds[row + 1] - bounds[row])
-    groups: list[list[int]] = [[]]
-    for row in rows:
-        if groups[-1] and (len(groups[-1]) + 1) * (bounds[row + 1] - bounds[row]) > tokens:
-            groups.append([])
-        groups[-1].append(row)
-
-    def padded(values: np.ndarray, group: list[int]) -> torch.Tensor:
-        pieces = [torch.from_numpy(values[bounds[row] : bounds[row + 1]]) for row in group]
-        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for group in groups:
-            ids = padded(batch.token_ids, group).long()
-            lengths = torch.tensor([bounds[row + 1] - bounds[row] for row in group])
-            attention = torch.arange(ids.shape[1]) < lengths[:, None]
-            logits = model(ids, attention_mask=attention.long(), use_cache=False).logits[:, :-1].float()
-            logprobs = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-            streams = padded(batch.advantages * batch.weight, group)[:, 1:]
-            (-(logprobs * streams).sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
-def seconds(step: Callable[[], object], steps: int) -> float:
-    """The median time of a step, after one to warm up."""
-    step()
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"layers": 3, "hidden": 128, "vocab": 640, "rows": 64, "steps": 5, "tokens": 16384}.items():
+    for name, value in {"rows": 24, "rounds": 3, "threads": 1, "tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--trl", metavar="PYTHON", help="a python that has TRL")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(60, 340, args.rows).tolist()
-    batch = make_batch(rng, lengths, args.vocab)
-    padded = make_batch(rng, lengths, args.vocab, width=max(lengths))
+    torch.set_num_threads(args.threads)
+    cuda = torch.cuda.is_available()
+    size = HALF_BILLION if cuda else SMALL
+    lengths = completion_lengths(args.rows)
+    batch = make_batch(lengths, size.vocab)
     with tempfile.TemporaryDirectory() as temporary:
-        model = make_model(args, Path(temporary))
-        learner = Learner(
-            LearnerConfig(device="cpu", batch=BatchConfig(tokens=args.tokens)),
-            ParallelConfig(),
-            Path(temporary),
-            rank=0,
-            world_size=1,
-            master_port=29555,
-            seed=0,
-            total_steps=1000,
-        )
-        times = {
-            "learner, packed": seconds(lambda: learner.train_step(batch), args.steps),
-            "learner, padded": seconds(lambda: learner.train_step(padded), args.steps),
-            "transformers, padded by like length": seconds(transformers_step(model, batch, args.tokens), args.steps),
+        model = make_model(size, Path(temporary))
+        if cuda:
+            model = model.to("cuda", torch.bfloat16)
+        learner = make_learner(Path(temporary), args, cuda)
+        sides = {
+            "learner, packed": Side(lambda: learner.train_step(batch)),
+            "transformers, the same packed rows": Side(packed(model, batch, args.tokens)),
+            "transformers, padded by like length": Side(padded(model, batch, args.tokens)),
+            "transformers, row by row": Side(row_by_row(model, batch)),
         }
+        for _ in range(args.rounds + 1):  # the first one warms up
+            for side in sides.values():
+                side.round()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            learner.train_step(batch)
+            peak = torch.cuda.max_memory_allocated() / 2**30
         learner.close()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread, torch {torch.__version__}"
-    )
-    print(f"{parameters / 1e6:.2f}M parameters, {len(lengths)} rows of {min(lengths)} to {max(lengths)}")
-    for name, step_s in times.items():
-        print(f"{name:40s} {step_s:8.3f} s a step {sum(lengths) / step_s:10.0f} tokens/s")
+    print(f"{machine()}, torch {torch.__version__}, {args.threads} threads")
+    print(f"{parameters / 1e6:.1f}M parameters; {args.rows} rows: prompts of {PROMPT}, completions of {min(lengths)} to "
+          f"{max(lengths)}, {sum(lengths)} sampled tokens")  # fmt: skip
+    times = {name: (min(side.seconds[1:]), min(side.processor[1:])) for name, side in sides.items()}
+    if args.trl:
+        times["TRL GRPOTrainer"] = trl(args.trl, args)
+        times["TRL GRPOTrainer, its defaults"] = trl(args.trl, args, "--checkpointing")
+    first = times["learner, packed"]
+    for name, (seconds, used) in times.items():
+        print(
+            f"{name:36s} {seconds:8.2f} s {sum(lengths) / seconds:7.0f} tokens/s {seconds / first[0]:6.2f}x   "
+            f"{used:8.2f} s of processor {used / first[1]:6.2f}x"
+        )
+    if cuda:
+        flops = 6 * parameters * batch.num_tokens
+        print(
+            f"learner: MFU {flops / first[0] / H200_FLOPS:.3f} of an H200's {H200_FLOPS:.3g} FLOP/s, peak {peak:.1f} GiB"
+        )
+    else:
+        print("no GPU here: nothing was measured on one")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """linear_logprob: hidden states and the head's weight to the log-probabilities of given tokens, without the batch's logits.
 
-Chunked over tokens; the backward pass computes each chunk's logits again. cuBLAS (or MKL) does the matrix products, a row kernel the
-softmax statistics: Triton on a GPU, plain torch elsewhere. The vocabulary may be sharded over a tensor-parallel group.
+Chunked over tokens; the backward pass begins with the last chunk, whose logits are still there, and computes those of the others
+again. cuBLAS (or MKL) does the matrix products, a row kernel the softmax statistics: Triton on a GPU, plain torch elsewhere. The
+vocabulary may be sharded over a tensor-parallel group.
 """
 
 from typing import Any, Literal
@@ -29,8 +30,9 @@ def linear_logprob(
     """
     scale = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0])
     rows = _rows(backend, hidden.device)
+    keep = torch.is_grad_enabled()
     logprob, entropy = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, scale, ignore_index, return_entropy, tp_group, chunk, vocab_size, rows
+        hidden, weight, target, scale, ignore_index, return_entropy, tp_group, chunk, vocab_size, rows, keep
     )
     return logprob, entropy if return_entropy else None
 
@@ -47,7 +49,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, ignore_index: int,
-        return_entropy: bool, group: Any, chunk: int, vocab_size: int | None, rows: Any,
+        return_entropy: bool, group: Any, chunk: int, vocab_size: int | None, rows: Any, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         shard = _Shard(weight, group, vocab_size)
         ctx.set_materialize_grads(False)
@@ -56,6 +58,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden = torch.where(kept.unsqueeze(1), hidden, 0.0)
         temperature = torch.where(kept, temperature, 1.0)
         lse, logprob, entropy = (hidden.new_empty(len(target), dtype=torch.float32) for _ in range(3))
+        z = None
         for part in _chunks(len(target), chunk):
             z = shard.logits(hidden[part], weight, temperature[part])
             found = shard.combine(rows[0](z, shard.local(target[part])))
@@ -64,6 +67,7 @@ class _LinearLogprob(torch.autograd.Function):
             entropy[part] = lse[part] - found.sum_exp_z / found.sum_exp
         ctx.save_for_backward(hidden, weight, target, temperature, lse, entropy, kept)
         ctx.options = (return_entropy, shard, chunk, rows)
+        ctx.last_logits = z if keep else None
         return torch.where(kept, logprob, 0.0), torch.where(kept, entropy, 0.0)
 
     @staticmethod
@@ -76,17 +80,21 @@ class _LinearLogprob(torch.autograd.Function):
             grad_entropy = torch.where(kept, grads[1], 0.0) / temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for part in _chunks(len(target), chunk):
-            z = shard.logits(hidden[part], weight, temperature[part])
+        # Rows are overwritten by their gradients, so a second backward pass computes them all.
+        z, ctx.last_logits = ctx.last_logits, None
+        for part in reversed(_chunks(len(target), chunk)):
+            if z is None:
+                z = shard.logits(hidden[part], weight, temperature[part])
             dz = rows[1](
                 z, shard.local(target[part]), lse[part], entropy[part], grad_logprob[part],
                 None if grad_entropy is None else grad_entropy[part],
             ).to(weight.dtype)  # fmt: skip
             grad_hidden[part] = dz @ weight[: shard.valid]
             grad_weight[: shard.valid] += dz.T @ hidden[part].to(weight.dtype)
+            z = None
         if shard.group is not None:
             dist.all_reduce(grad_hidden, group=shard.group)
-        return grad_hidden, grad_weight.to(weight.dtype), *([None] * 8)
+        return grad_hidden, grad_weight.to(weight.dtype), *([None] * 9)
 
 
 class _Shard:

@@ -212,8 +212,10 @@ def sum_stats(stats: Sequence[Stats], plan: ParallelPlan) -> dict[str, float]:
     local: dict[str, float] = {}
     if plan.counts:
         for one in stats:
-            for name, value in one.items():
-                _combine(local, name, float(value))
+            # One copy from the device for all of them.
+            numbers = torch.stack([value.double() for value in one.values()]).tolist()
+            for name, number in zip(one, numbers, strict=True):
+                _combine(local, name, number)
     gathered: list[dict[str, float]] = [local]
     if plan.world_size > 1:
         gathered = [{} for _ in range(plan.world_size)]

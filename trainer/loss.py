@@ -5,6 +5,7 @@ Invariant: what stands under the mask (NaN included) touches neither the value n
 """
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,11 @@ from rlagent.trainer.config import CorrectionConfig, LossConfig
 from rlagent.trainer.correction import correction
 from rlagent.trainer.kl import KL_ESTIMATORS
 from rlagent.trainer.streams import LossInput, PerToken, TokenMask
-from rlagent.trainer.token_loss import TOKEN_LOSSES
+from rlagent.trainer.token_loss import TOKEN_LOSSES, bounded_exp
+
+Backend = Literal["auto", "torch", "triton"]
+FUSED: Final = ("ppo", "decoupled_ppo", "cispo", "reinforce", "opd", "dpo")
+"""The losses that rlagent.kernels.policy_loss_triton knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +32,16 @@ class LossOutput:
     stats: dict[str, Tensor]
 
 
-def policy_loss(streams: LossInput, config: LossConfig, correction_config: CorrectionConfig) -> LossOutput:
+def policy_loss(
+    streams: LossInput, config: LossConfig, correction_config: CorrectionConfig, backend: Backend = "auto"
+) -> LossOutput:
     """Policy loss + KL + entropy bonus over one microbatch, and the statistics of learner metrics.
 
-    `config.name` is one of TOKEN_LOSSES or file.py:function of the type TokenLoss.
+    `config.name` is one of TOKEN_LOSSES or file.py:function of the type TokenLoss. On a GPU the losses that the Triton kernel knows go
+    through it; everything else, and every CPU, through plain torch.
     """
+    if backend == "triton" or (backend == "auto" and streams.logprobs.is_cuda and config.name in FUSED):
+        return _fused(streams, config, correction_config)
     token_loss = TOKEN_LOSSES.get(config.name) or load_function(config.name, what="learner.loss.name")
     s = _masked(streams)
     per_token = token_loss(s, config)
@@ -56,6 +66,41 @@ def policy_loss(streams: LossInput, config: LossConfig, correction_config: Corre
     loss = torch.where(s.loss_mask, s.weight * per_token, torch.zeros_like(per_token)).sum()
     stats["loss"] = loss.detach()
     return LossOutput(loss=loss, stats=stats)
+
+
+def _fused(s: LossInput, config: LossConfig, correction_config: CorrectionConfig) -> LossOutput:
+    """The same through the Triton kernel: one pass over the streams. A correction's factor is made before it, by torch."""
+    from rlagent.kernels import policy_loss_triton
+
+    factor = rejected = None
+    if correction_config.name != "none" or correction_config.veto is not None or config.name == "decoupled_ppo":
+        log_w = torch.where(s.loss_mask, s.old_logprobs.detach() - s.rollout_logprobs, 0.0)
+        factor = correction(log_w, s.loss_mask, s.sequence_index.long(), correction_config)
+        if factor is not None:
+            rejected = ((factor == 0) & s.loss_mask).sum()
+        if config.name == "decoupled_ppo":
+            factor = bounded_exp(log_w) * (1.0 if factor is None else factor)
+    has_kl = s.ref_logprobs is not None and config.kl_coef > 0
+    loss, stats = policy_loss_triton.policy_loss(
+        name=config.name,
+        logprobs=s.logprobs,
+        old_logprobs=s.old_logprobs,
+        rollout_logprobs=s.rollout_logprobs,
+        advantages=s.advantages,
+        weight=s.weight,
+        mask=s.loss_mask,
+        factor=factor,
+        ref_logprobs=s.ref_logprobs if has_kl else None,
+        entropy=s.entropy,
+        fresh=s.fresh,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        kl=config.kl_estimator if has_kl else "none",
+        kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
+        entropy_coef=config.entropy_coef,
+    )
+    return LossOutput(loss=loss, stats=stats if rejected is None else {**stats, "correction_rejected": rejected})
 
 
 def _masked(s: LossInput) -> LossInput:

@@ -18,7 +18,8 @@ _MAX_LOG_RATIO: Final = 60.0
 TokenLoss = Callable[[LossInput, LossConfig], PerToken]
 
 
-def _exp(log_ratio: PerToken) -> PerToken:
+def bounded_exp(log_ratio: PerToken) -> PerToken:
+    """exp, of at most _MAX_LOG_RATIO either way."""
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
@@ -38,7 +39,7 @@ def ppo(s: LossInput, config: LossConfig) -> PerToken:
 
     Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
     """
-    ratio = _exp(s.logprobs - s.old_logprobs)
+    ratio = bounded_exp(s.logprobs - s.old_logprobs)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
     if config.dual_clip is None:
@@ -48,14 +49,14 @@ def ppo(s: LossInput, config: LossConfig) -> PerToken:
 
 def cispo(s: LossInput, config: LossConfig) -> PerToken:
     """-sg(clip(r, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
-    ratio = _exp(s.logprobs - s.old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
+    ratio = bounded_exp(s.logprobs - s.old_logprobs).clamp(1 - config.clip_low, 1 + config.clip_high)
     return -ratio.detach() * s.advantages * s.logprobs
 
 
 def gspo(s: LossInput, config: LossConfig) -> PerToken:
     """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 14)."""
     mean = _sequence_mean(s.logprobs.detach() - s.old_logprobs, s)
-    ratio = _exp(mean) * (s.logprobs - s.logprobs.detach()).exp()
+    ratio = bounded_exp(mean) * (s.logprobs - s.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return torch.maximum(-s.advantages * ratio, -s.advantages * clipped)
 
@@ -68,7 +69,7 @@ def reinforce(s: LossInput, config: LossConfig) -> PerToken:
 
 def decoupled_ppo(s: LossInput, config: LossConfig) -> PerToken:
     """PPO on the ratio to the proximal policy, times exp(lp_old - lp_roll) (AReaL, arXiv 2505.24298, eq. 5)."""
-    return ppo(s, config) * _exp(s.old_logprobs - s.rollout_logprobs)
+    return ppo(s, config) * bounded_exp(s.old_logprobs - s.rollout_logprobs)
 
 
 def gmpo(s: LossInput, config: LossConfig) -> PerToken:
@@ -76,19 +77,19 @@ def gmpo(s: LossInput, config: LossConfig) -> PerToken:
     log_ratio = s.logprobs - s.old_logprobs
     low, high = torch.tensor([1 - config.clip_low, 1 + config.clip_high], dtype=torch.float64).log().tolist()
     clipped = torch.where(s.advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    return -s.advantages * _exp(_sequence_mean(torch.where(s.loss_mask, clipped, 0.0), s))
+    return -s.advantages * bounded_exp(_sequence_mean(torch.where(s.loss_mask, clipped, 0.0), s))
 
 
 def sapo(s: LossInput, config: LossConfig) -> PerToken:
     """-A 4 / tau sigmoid(tau (r - 1)), a soft gate in place of the clip (SAPO, arXiv 2511.20347, eq. 6)."""
     tau = torch.where(s.advantages > 0, config.tau_positive, config.tau_negative)
-    return -s.advantages * 4 / tau * torch.sigmoid(tau * (_exp(s.logprobs - s.old_logprobs) - 1))
+    return -s.advantages * 4 / tau * torch.sigmoid(tau * (bounded_exp(s.logprobs - s.old_logprobs) - 1))
 
 
 def topr(s: LossInput, config: LossConfig) -> PerToken:
     """-A sg(rho) lp; rho is 1 for A > 0, else the row's ratio, at most 1 (TOPR, arXiv 2503.14286, eq. 8)."""
     del config
-    ratio = _exp(_sequence_sum(s.logprobs.detach() - s.old_logprobs, s)).clamp(max=1)
+    ratio = bounded_exp(_sequence_sum(s.logprobs.detach() - s.old_logprobs, s)).clamp(max=1)
     return -torch.where(s.advantages > 0, torch.ones_like(ratio), ratio) * s.advantages * s.logprobs
 
 

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,18 +176,24 @@ def test_no_logits_of_the_whole_batch_exist(return_entropy: bool) -> None:
     assert largest.numel <= 16 * 500
 
 
-def test_nothing_of_the_logits_is_kept_for_the_backward_pass() -> None:
-    saved: list[int] = []
+def test_one_chunk_of_the_logits_waits_for_the_backward_pass_and_is_used_once() -> None:
+    hidden, weight, target, temperature = inputs()
+    logprob, entropy = linear_logprob(hidden, weight, target, temperature=temperature, return_entropy=True, chunk=10)
+    assert entropy is not None
+    node: Any = logprob.grad_fn
+    assert node.last_logits.shape == (T % 10, V)
+    loss = logprob.sum() + entropy.sum()
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    assert node.last_logits is None
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert all(tensor.numel() <= max(T * H, V * H) for tensor in node.saved_tensors)
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.numel())
-        return tensor
 
+def test_no_logits_wait_where_no_gradient_is_asked_for() -> None:
     hidden, weight, target, _ = inputs()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        linear_logprob(hidden, weight, target, return_entropy=True)
-    assert saved
-    assert max(saved) <= max(T * H, V * H)
+    with torch.no_grad():
+        assert linear_logprob(hidden, weight, target)[0].grad_fn is None
 
 
 SHARDS = """

@@ -26,6 +26,7 @@ from rlagent.trainer.model.megatron import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from rlagent.trainer.model.norm import RMSNorm
+from rlagent.trainer.model.swiglu import SwiGlu
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -94,6 +95,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         )
 
 
+def _has_te(cuda: bool) -> bool:
+    """Whether layers are Transformer Engine's."""
+    return cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
 def transformer_config(
     arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool
 ) -> Any:
@@ -113,6 +119,7 @@ def transformer_config(
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
+        use_te_activation_func=experts is None and not _has_te(cuda),  # megatron's name for one that a layer spec gives
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
@@ -164,7 +171,7 @@ def layer_spec(arch: Architecture, *, cuda: bool, experts: bool = False) -> tupl
     if experts:
         assert arch.experts is not None
         options |= {"num_experts": arch.experts.count, "moe_grouped_gemm": False}
-    if cuda and importlib.util.find_spec("transformer_engine") is not None:
+    if _has_te(cuda):
         from megatron.core.extensions.transformer_engine import TENorm
 
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
@@ -175,6 +182,8 @@ def layer_spec(arch: Architecture, *, cuda: bool, experts: bool = False) -> tupl
     spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
     if not experts:
         spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
+    if arch.experts is None:
+        spec.submodules.mlp.submodules.activation_func = SwiGlu
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

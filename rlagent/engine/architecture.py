@@ -1,4 +1,4 @@
-"""What the engine needs to know of a Hugging Face config.json: the dense Llama family (Llama, Qwen2, Qwen3)."""
+"""What the engine needs to know of a Hugging Face config.json: the Llama family (Llama, Qwen2, Qwen3), and Qwen3-MoE."""
 
 import json
 import math
@@ -10,12 +10,23 @@ import torch
 
 from rlagent.errors import LoadError
 
-FAMILIES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts: its size, how many each token is given, and in which layers it stands."""
+
+    count: int
+    top_k: int
+    intermediate: int
+    normalized: bool  # gates are scaled to sum to 1
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Shapes and constants of a dense decoder."""
+    """Shapes and constants of a decoder."""
 
     family: str
     num_layers: int
@@ -32,6 +43,7 @@ class Architecture:
     context: int  # longest sequence, in tokens
     rope: dict[str, Any]
     eos_ids: tuple[int, ...]
+    experts: Experts | None = None
 
     @classmethod
     def load(cls, model_dir: Path) -> "Architecture":
@@ -76,10 +88,11 @@ class Architecture:
             norm_eps=config.get("rms_norm_eps", 1e-6),
             tied=config.get("tie_word_embeddings", False),
             qkv_bias=family == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
-            qk_norm=family == "Qwen3ForCausalLM",
+            qk_norm=family.startswith("Qwen3"),
             context=config["max_position_embeddings"],
             rope=_rope(config),
             eos_ids=_eos_ids(model_dir, config),
+            experts=_experts(config) if family == "Qwen3MoeForCausalLM" else None,
         )
 
     @property
@@ -116,6 +129,23 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     if kind not in ("default", "llama3"):
         raise LoadError(f"rope type {kind!r} is not supported by the embedded engine (default, llama3)")
     return {"rope_theta": config.get("rope_theta", 10000.0), **scaling, "rope_type": kind}
+
+
+def _experts(config: dict[str, Any]) -> Experts | None:
+    """Which layers are a mixture, as transformers' Qwen3MoeDecoderLayer decides it; None where none is."""
+    dense = config.get("mlp_only_layers") or ()
+    step = config.get("decoder_sparse_step", 1)
+    layers = tuple(n for n in range(config["num_hidden_layers"]) if n not in dense and not (n + 1) % step)
+    count = config.get("num_experts") or config.get("num_local_experts") or 0
+    if not count or not layers:
+        return None
+    return Experts(
+        count=count,
+        top_k=config["num_experts_per_tok"],
+        intermediate=config["moe_intermediate_size"],
+        normalized=bool(config.get("norm_topk_prob", False)),
+        layers=layers,
+    )
 
 
 def _eos_ids(model_dir: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 Because running rows are always the first ones, a decode step reads the cache as a view, without gathering. A finished sequence's row is
 copied behind, to serve the next turn of its session or whoever shares its prompt; the least recently used goes first.
+Of a mixture of experts it also holds which experts each token was given, so that tokens of a shared prefix have theirs too.
 Invariant: a retained row holds exactly the keys and values of `tokens` under the current weights, or it is empty.
 """
 
@@ -53,6 +54,7 @@ class KVCache:
         self.num_rows = 0
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        self._routed: torch.Tensor | None = None  # [rows, capacity, layers, top_k] int16; of a mixture of experts
         self._tokens = np.empty((0, 0), dtype=np.int32)
         self._lengths = np.empty(0, dtype=np.int64)
         self._used_at = np.empty(0, dtype=np.int64)
@@ -73,13 +75,15 @@ class KVCache:
     def grow(self, length: int) -> None:
         """Make rows that hold `length` tokens, of the same memory: fewer ones."""
         capacity = self._capacity_for(length)
-        keys, values = self._keys, self._values
+        keys, values, routed = self._keys, self._values, self._routed
         old, tokens, lengths, used_at = self.capacity, self._tokens, self._lengths, self._used_at
         self._allocate(capacity)
         rows = min(self.num_rows, len(lengths))
         for layer in range(self._a.num_layers):
             self._keys[layer][:rows, :, :old] = keys[layer][:rows]
             self._values[layer][:rows, :, :old] = values[layer][:rows]
+        if self._routed is not None and routed is not None:
+            self._routed[:rows, :old] = routed[:rows]
         self._tokens[:rows, :old] = tokens[:rows]
         self._lengths[:rows], self._used_at[:rows] = lengths[:rows], used_at[:rows]
 
@@ -178,6 +182,8 @@ class KVCache:
         for layer in range(self._a.num_layers):
             self._keys[layer][target, :, :length] = self._keys[layer][source, :, :length]
             self._values[layer][target, :, :length] = self._values[layer][source, :, :length]
+        if self._routed is not None:
+            self._routed[target, :length] = self._routed[source, :length]
 
     def _allocate(self, capacity: int) -> None:
         a = self._a
@@ -186,6 +192,9 @@ class KVCache:
         shape = (self.num_rows, a.num_kv_heads, capacity, a.head_dim)
         self._keys = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(a.num_layers)]
         self._values = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(a.num_layers)]
+        if a.experts is not None:
+            routed = (self.num_rows, capacity, a.num_layers, a.experts.top_k)
+            self._routed = torch.zeros(routed, dtype=torch.int16, device=self._device)
         self._tokens = np.zeros((self.num_rows, capacity), dtype=np.int32)
         self._lengths = np.zeros(self.num_rows, dtype=np.int64)
         self._used_at = np.zeros(self.num_rows, dtype=np.int64)
@@ -218,6 +227,22 @@ class KVCache:
         """Store keys and values [T, kv_heads, head_dim] of this step's tokens."""
         self._keys[layer][step.rows, :, step.positions] = key
         self._values[layer][step.rows, :, step.positions] = value
+
+    def write_routed(self, layer: int, step: StepPlan, chosen: torch.Tensor) -> None:
+        """Store which experts this step's tokens were given in a layer, [T, top_k]."""
+        assert self._routed is not None
+        self._routed[step.rows, step.positions, layer] = chosen.to(torch.int16)
+
+    def routed(self, row: int, start: int, computed: int, end: int) -> Int32Array | None:
+        """The experts [end - start, layers, top_k] of a row's tokens [start, end), -1 from `computed` on, 0 in dense layers; None
+        where the model has none.
+        """
+        if self._routed is None:
+            return None
+        found = np.full((end - start, *self._routed.shape[2:]), -1, dtype=np.int32)
+        stop = max(start, min(computed, end))
+        found[: stop - start] = self._routed[row, start:stop].cpu().numpy()
+        return found
 
     def row_view(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, length, head_dim] of one row."""

@@ -1,4 +1,4 @@
-"""The forward pass: a dense decoder (Llama, Qwen2, Qwen3) over a flat list of tokens and a KV cache by rows.
+"""The forward pass: a decoder (Llama, Qwen2, Qwen3, Qwen3-MoE) over a flat list of tokens and a KV cache by rows.
 
 In the flow: scheduler -> (tokens, positions, where each belongs) -> logits of the last token of each sequence. Projections are fused
 (qkv, gate and up); `parameters_by_name` views them under their Hugging Face names, so that loading and checksums stay by name.
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from rlagent.engine.architecture import Architecture, inverse_frequencies
 from rlagent.engine.cache import KVCache, StepPlan
+from rlagent.engine.experts import ExpertLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer's weights. qkv is [q + 2 kv, hidden], gate_up [2 intermediate, hidden]."""
+    """One decoder layer's weights. qkv is [q + 2 kv, hidden], gate_up [2 intermediate, hidden]; with experts, gate_up and down
+    are theirs.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -40,6 +43,7 @@ class Layer:
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    experts: ExpertLayer | None
 
 
 class Model:
@@ -55,6 +59,14 @@ class Model:
         self.embedding = empty(a.vocab_size, a.hidden)
         self.head = self.embedding if a.tied else empty(a.vocab_size, a.hidden)
         self.final_norm = empty(a.hidden)
+
+        def feed_forward(index: int) -> tuple[torch.Tensor, torch.Tensor, ExpertLayer | None]:
+            e = a.experts
+            if e is None or index not in e.layers:
+                return empty(2 * a.intermediate, a.hidden), empty(a.hidden, a.intermediate), None
+            gate_up, down = empty(e.count, 2 * e.intermediate, a.hidden), empty(e.count, a.hidden, e.intermediate)
+            return gate_up, down, ExpertLayer(e, empty(e.count, a.hidden), gate_up, down)
+
         self.layers = [
             Layer(
                 input_norm=empty(a.hidden),
@@ -65,10 +77,11 @@ class Model:
                 k_norm=empty(a.head_dim) if a.qk_norm else None,
                 output=empty(a.hidden, a.query_size),
                 post_norm=empty(a.hidden),
-                gate_up=empty(2 * a.intermediate, a.hidden),
-                down=empty(a.hidden, a.intermediate),
+                gate_up=gate_up,
+                down=down,
+                experts=experts,
             )
-            for _ in range(a.num_layers)
+            for gate_up, down, experts in map(feed_forward, range(a.num_layers))
         ]
         angles = torch.outer(torch.arange(a.context, dtype=torch.float32), inverse_frequencies(a))
         self._cos = torch.cat((angles, angles), -1).cos().to(device=device, dtype=dtype)
@@ -96,6 +109,9 @@ class Model:
                 named[f"{at}.self_attn.k_norm.weight"] = layer.k_norm
             named[f"{at}.self_attn.o_proj.weight"] = layer.output
             named[f"{at}.post_attention_layernorm.weight"] = layer.post_norm
+            if layer.experts is not None:
+                named |= layer.experts.parameters_by_name(f"{at}.mlp")
+                continue
             gate, up = layer.gate_up.chunk(2)
             named[f"{at}.mlp.gate_proj.weight"], named[f"{at}.mlp.up_proj.weight"] = gate, up
             named[f"{at}.mlp.down_proj.weight"] = layer.down
@@ -149,7 +165,13 @@ class Model:
             attended += self._attend_decode(index, cache, step, query[decode_start:] if starts else query)
             whole = attended[0] if len(attended) == 1 else torch.cat(attended)
             x = torch.addmm(x, whole, layer.output.t())
-            gate, up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+            normed = self._rms_norm(x, layer.post_norm)
+            if layer.experts is not None:
+                added, chosen = layer.experts.forward(normed)
+                cache.write_routed(index, step, chosen)
+                x = x + added
+                continue
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         if len(last) != len(x):
             x = x[torch.tensor(last, dtype=torch.int64, device=self.device)]

@@ -1,6 +1,7 @@
 """/generate requests: from JSON to sequences, and back. The wire is SGLang's."""
 
 import secrets
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ class GenerateRequest:
     stream: bool
     return_logprob: bool
     logprob_start: int
+    routed_start: int  # -1: the experts of its tokens are not asked for
 
     @classmethod
     def parse(cls, body: dict[str, Any], engine: Engine) -> "GenerateRequest":
@@ -46,10 +48,15 @@ class GenerateRequest:
         start = body.get("logprob_start_len", -1)
         if type(start) is not int:
             raise EngineError(f"logprob_start_len must be an integer, got {start!r}")
+        routed = body.get("routed_experts_start_len", 0)
+        if type(routed) is not int or not 0 <= routed <= min(map(len, prompts)):
+            raise EngineError(
+                f"routed_experts_start_len must be an integer from 0 to the prompt's length, got {routed!r}"
+            )
         return cls(
             prompts=prompts, batched=batched or params.n > 1, params=params, rid=str(body.get("rid") or secrets.token_hex(16)),
             stream=bool(body.get("stream", False)), return_logprob=return_logprob,
-            logprob_start=start if return_logprob else -1,
+            logprob_start=start if return_logprob else -1, routed_start=routed if body.get("return_routed_experts") else -1,
         )  # fmt: skip
 
     def sequences(self, emit: Callable[[Progress], None]) -> list[Sequence]:
@@ -59,7 +66,8 @@ class GenerateRequest:
             seed = secrets.randbits(_SEED_BITS) if self.params.seed is None else self.params.seed + index
             found.append(
                 Sequence(rid=self.rid if not self.batched else f"{self.rid}_{index}", ids=list(prompt), prompt_len=len(prompt),
-                         params=self.params, seed=seed, emit=emit, stream=self.stream, logprob_start=self.logprob_start)
+                         params=self.params, seed=seed, emit=emit, stream=self.stream, logprob_start=self.logprob_start,
+                         routed_start=self.routed_start)
             )  # fmt: skip
         return found
 
@@ -76,6 +84,8 @@ def answer(request: GenerateRequest, progress: Progress, engine: Engine) -> dict
             if start < 0
             else [[p, t, None] for p, t in zip(sequence.prompt_logprobs, sequence.ids, strict=False)][start:]
         )
+    if progress.stop is not None and sequence.routed is not None:
+        meta["routed_experts"] = b64encode(sequence.routed.tobytes()).decode()
     text = "" if engine.tokenizer is None else served_text(output, progress.stop, request.params, engine.tokenizer)
     return {"text": text, "output_ids": output, "meta_info": meta}
 

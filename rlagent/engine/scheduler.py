@@ -128,6 +128,9 @@ class Scheduler:
         """Take a running sequence out; its tokens stay behind as a prefix if they are of the present weights."""
         row = self.running.index(seq)
         fresh = seq.epoch == self.epoch
+        if seq.routed_start >= 0:
+            fed = max(seq.routed_start, len(seq.ids) - 1)  # the last id never went through the model
+            seq.routed = self.cache.routed(row, seq.routed_start, seq.computed, fed)
         self.cache.finish(row, seq.array(seq.computed), len(self.running), retain=fresh)
         last = self.running.pop()
         if row < len(self.running):

@@ -27,6 +27,8 @@ class Sequence:
     emit: Callable[["Progress"], None]
     stream: bool = False
     logprob_start: int = -1  # prompt logprobs from here on; -1 wants none
+    routed_start: int = -1  # the experts of its tokens from here on; -1 wants none
+    routed: Int32Array | None = None  # [tokens that were fed, layers, top_k], at its end
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """An engine inside the test's own process: its thread, without HTTP."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,8 +31,10 @@ async def running(directory: Path, **options: Any) -> AsyncIterator[Engine]:
         engine.close()
 
 
-async def generate(engine: Engine, prompt: list[int], **params: Any) -> list[Answer]:
-    """The n answers to one prompt, as /generate gives them, with logprobs."""
+async def generate(
+    engine: Engine, prompt: list[int], *, asked: dict[str, Any] | None = None, **params: Any
+) -> list[Answer]:
+    """The n answers to one prompt, as /generate gives them, with logprobs; `asked` goes beside the sampling's params."""
     loop = asyncio.get_running_loop()
     news: asyncio.Queue[Progress] = asyncio.Queue()
 
@@ -39,7 +42,8 @@ async def generate(engine: Engine, prompt: list[int], **params: Any) -> list[Ans
         loop.call_soon_threadsafe(news.put_nowait, progress)
 
     sampling = {"max_new_tokens": 20, "ignore_eos": True, **params}
-    request = GenerateRequest.parse({"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}, engine)
+    body = {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling, **(asked or {})}
+    request = GenerateRequest.parse(body, engine)
     sequences = request.sequences(emit)
     for sequence in sequences:
         engine.submit(sequence)
@@ -54,6 +58,12 @@ async def generate(engine: Engine, prompt: list[int], **params: Any) -> list[Ans
 def output_logprobs(found: Answer) -> list[float]:
     """The logprobs of an answer's ids."""
     return [entry[0] for entry in found["meta_info"]["output_token_logprobs"]]
+
+
+def routed_experts(found: Answer, layers: int, top_k: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The experts [tokens, layers, top_k] of an answer, as SGLang's clients read them."""
+    raw = base64.b64decode(found["meta_info"]["routed_experts"])
+    return np.frombuffer(raw, np.int32).reshape(-1, layers, top_k)
 
 
 def oracle(model: Any, prompt: list[int], output: list[int], temperature: float) -> torch.Tensor:

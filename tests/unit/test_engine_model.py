@@ -16,7 +16,7 @@ from rlagent.engine.checkpoint import load_checkpoint
 from rlagent.engine.model import Chunk, Model
 from rlagent.errors import LoadError
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 CPU = torch.device("cpu")
 
 
@@ -103,10 +103,10 @@ def test_rope_by_its_old_names_in_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_by_their_hugging_face_names(tmp_path: Path, family: str, tied: bool) -> None:
-    reference = make_model(family, tmp_path, tied=tied)
+    make_model(family, tmp_path, tied=tied)
     model, _ = load(tmp_path)
     named = model.parameters_by_name()
-    state = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    state = load_file(tmp_path / "model.safetensors")
     assert set(named) == set(state)
     assert all(named[name].equal(state[name]) for name in named)
 

@@ -2,7 +2,8 @@
 
 In the flow: push.py feeds every bucket's tensors while it sends them, and compares at the end. SGLang's layout is read from 0.5.21: q, k
 and v lie in one tensor, and gate and up; each tensor-parallel rank holds its part of the rows, of o_proj and down_proj its part of the
-columns; the vocabulary is padded with zeros. On a CPU it hashes a tensor to the first 8 bytes of its sha256.
+columns; the vocabulary is padded with zeros. On a CPU it hashes a tensor to the first 8 bytes of its sha256. Its experts lie in
+tensors of a whole layer, whose layout depends on the kernel that runs them: they are not compared there.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineFacts
 
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_INTO: Final = {part: whole for whole, parts in _FUSED.items() for part in parts}
+_EXPERTS: Final = ".mlp.experts."
 _BY_COLUMNS: Final = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
 _VOCAB_PADDING: Final = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
@@ -50,6 +52,8 @@ class FusedChecksums:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one full tensor."""
+        if _EXPERTS in name:
+            return
         prefix, _, kind = name.rpartition("_proj.")
         part = prefix.rpartition(".")[2] + "_proj"
         if part in _FUSED_INTO:

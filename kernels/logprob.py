@@ -79,7 +79,8 @@ class _LinearLogprob(torch.autograd.Function):
         if return_entropy and grads[1] is not None:
             grad_entropy = torch.where(kept, grads[1], 0.0) / temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        wanted = ctx.needs_input_grad[1]  # not of a frozen head
+        grad_weight = torch.zeros(weight.shape if wanted else (0, 0), dtype=torch.float32, device=weight.device)
         # Rows are overwritten by their gradients, so a second backward pass computes them all.
         z, ctx.last_logits = ctx.last_logits, None
         for part in reversed(_chunks(len(target), chunk)):
@@ -90,11 +91,12 @@ class _LinearLogprob(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
             ).to(weight.dtype)  # fmt: skip
             grad_hidden[part] = dz @ weight[: shard.valid]
-            grad_weight[: shard.valid] += dz.T @ hidden[part].to(weight.dtype)
+            if wanted:
+                grad_weight[: shard.valid] += dz.T @ hidden[part].to(weight.dtype)
             z = None
         if shard.group is not None:
             dist.all_reduce(grad_hidden, group=shard.group)
-        return grad_hidden, grad_weight.to(weight.dtype), *([None] * 9)
+        return grad_hidden, grad_weight.to(weight.dtype) if wanted else None, *([None] * 9)
 
 
 class _Shard:

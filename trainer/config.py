@@ -153,6 +153,18 @@ class OptimizerConfig(_Part):
         return self
 
 
+class LoraConfig(_Part):
+    """Low-rank adapters on a frozen base, in place of training all weights. Published and exported merged."""
+
+    rank: int = Field(0, ge=0, description="of each adapter; 0 trains all weights")
+    alpha: float = Field(32.0, gt=0, description="adapters count alpha / rank times")
+    targets: tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="matrices of each layer that get an adapter",
+    )
+
+
 class BatchConfig(_Part):
     """How many groups make a step, and how rows are packed into microbatches."""
 
@@ -238,6 +250,7 @@ class LearnerConfig(_Part):
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     batch: BatchConfig = BatchConfig()
 
     @model_validator(mode="after")
@@ -257,6 +270,11 @@ class LearnerConfig(_Part):
             raise ValueError(
                 "learner.loss.name = 'opd' needs a teacher, and learner.teacher.url is not set; give the URL of its engine"
             )
+        if self.lora.rank and self.reference.refresh_every:
+            raise ValueError(
+                f"learner.reference.refresh_every = {self.reference.refresh_every} with learner.lora.rank = {self.lora.rank}: "
+                "the reference of adapters is their base, which never moves; set refresh_every = 0"
+            )
         if self.loss.kl_in == "reward" and loss in ("sft", "dpo", "opd"):
             raise ValueError(
                 f"learner.loss.kl_in = 'reward' has no meaning for learner.loss.name = {loss!r}; set 'loss'"
@@ -265,5 +283,5 @@ class LearnerConfig(_Part):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the policy is loaded."""
+        """Whether the loss compares the policy with a frozen one."""
         return self.loss.kl_coef > 0 or self.loss.name == "dpo"

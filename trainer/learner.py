@@ -27,6 +27,7 @@ from rlagent.trainer.config import LearnerConfig, ParallelConfig
 from rlagent.trainer.credit import Scores, credited
 from rlagent.trainer.critic import Critic, ValueWork
 from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
+from rlagent.trainer.lora import Adapters, base_fingerprint
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model.architecture import read_architecture
@@ -63,6 +64,7 @@ class Learner:
         self.model_dir = Path(model_dir)
         self.total_steps = total_steps
         self.num_steps = 0
+        self.seed = seed
         self.arch = read_architecture(self.model_dir)
         check_layout(self.arch, parallel_config)
         cuda = use_cuda(config)
@@ -83,11 +85,11 @@ class Learner:
         """Build the models and the optimizer."""
         self.inverse_frequencies = self.arch.inverse_frequencies().to(self.plan.device)
         policy = self._load_model()
-        self.reference = (
-            ReferencePolicy(self.config.reference, self._load_model(), self.arch, self.plan)
-            if self.config.needs_reference
-            else None
-        )
+        self.adapters = self._adapt(policy) if self.config.lora.rank else None
+        self.reference = None
+        if self.config.needs_reference:
+            frozen = policy if self.adapters else self._load_model()
+            self.reference = ReferencePolicy(self.config.reference, frozen, self.arch, self.plan, self.adapters)
         policy.config.finalize_model_grads_func = sum_gradients
         self.model = data_parallel(policy, distributed=self.plan.config.distributed_optimizer)
         self.optimizer = PolicyOptimizer(self.config.optimizer, self.model, dtype=self.dtype)
@@ -97,6 +99,12 @@ class Learner:
             else None
         )
 
+    def _adapt(self, policy: PolicyModel) -> Adapters:
+        """Freeze the policy and put adapters on it."""
+        local = weights.local_parameters(policy, self.arch, self.plan)
+        self._base = base_fingerprint(self.model_dir)
+        return Adapters(policy, local, self.plan, self.config.lora, seed=self.seed)
+
     def _load_model(self) -> PolicyModel:
         model = build_model(
             self.arch,
@@ -104,6 +112,7 @@ class Learner:
             stage=self.plan.pipeline_rank,
             dtype=self.dtype,
             recompute=self.config.recompute == "full",
+            te=not self.config.lora.rank,
             cuda=self.plan.device.type == "cuda",
         )
         weights.load_hf(model, self.arch, self.model_dir, self.plan)
@@ -122,7 +131,7 @@ class Learner:
     def _works(self, microbatches: Sequence[Microbatch], *, score_old: bool) -> list[Work]:
         """Score what the loss needs of the policies before the update."""
         old = score_all(self.model, microbatches, self.plan) if score_old else []
-        ref = score_all(self.reference.model, microbatches, self.plan) if self.reference is not None else []
+        ref = self.reference.logprobs(microbatches) if self.reference is not None else []
         return [
             Work(
                 microbatch=microbatch,
@@ -185,7 +194,7 @@ class Learner:
             policy = scored(score_all(self.model, microbatches, self.plan))
         if in_reward or loss.name == "dpo":
             assert self.reference is not None
-            reference = scored(score_all(self.reference.model, microbatches, self.plan))
+            reference = scored(self.reference.logprobs(microbatches))
         if self.critic is not None:
             values = scored(self.critic.values(microbatches))
         scores = Scores(policy=policy, reference=reference, values=values)
@@ -224,9 +233,11 @@ class Learner:
         return answer
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) in a fixed order on rank 0; the others yield nothing, but must be
+        """(Hugging Face name, full tensor, adapters merged) in a fixed order on rank 0; the others yield nothing, but must be
         iterated to the end too.
         """
+        if self.adapters is not None:
+            return weights.export(self.model.module, self.arch, self.plan, dtype, self.adapters.published)
         return weights.export(self.model.module, self.arch, self.plan, dtype)
 
     def save_hf(self, directory: Path) -> None:
@@ -242,11 +253,16 @@ class Learner:
 
     def _identity(self) -> dict[str, Any]:
         """What a manifest says of the model, as JSON reads it back."""
-        found: dict[str, Any] = json.loads(json.dumps({**asdict(self.arch), "dtype": self.config.dtype}))
+        said = {**asdict(self.arch), "dtype": self.config.dtype}
+        if self.adapters is not None:
+            said |= {"lora": self.config.lora.model_dump(), "base": self._base}
+        found: dict[str, Any] = json.loads(json.dumps(said))
         return found
 
     def _parameters(self) -> dict[Rule, Tensor]:
-        """This rank's parameters by what they are."""
+        """What this rank trains, by what it is."""
+        if self.adapters is not None:
+            return self.adapters.parameters()
         return weights.local_parameters(self.model.module, self.arch, self.plan)
 
     def _states(self) -> dict[Rule, dict[str, Tensor]]:

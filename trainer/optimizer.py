@@ -50,6 +50,7 @@ class PolicyOptimizer:
         self.config = config
         self.model = model
         self.distributed: bool = model.ddp_config.use_distributed_optimizer
+        self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         self.inner = megatron.get_megatron_optimizer(
             megatron.OptimizerConfig(
                 optimizer="adam",
@@ -98,10 +99,10 @@ class PolicyOptimizer:
         distributed optimizer all ranks must call it, and only the first of those that share a parameter is answered.
         """
         if self.distributed:
-            return sharded_state.gather(self.inner, list(self.model.module.parameters()))
+            return sharded_state.gather(self.inner, self._trained)
         inner = self._inner_states()
         found: dict[int, dict[str, Tensor]] = {}
-        for parameter in self.model.module.parameters():
+        for parameter in self._trained:
             master = getattr(parameter, "main_param", parameter)
             state = inner[id(master)][master]
             found[id(parameter)] = {"param": master.detach()} | {key: state[key] for key in MOMENTS if key in state}
@@ -119,10 +120,10 @@ class PolicyOptimizer:
     def restore(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Set what `states` gave, of the same shapes; the model's own (bf16) weights follow."""
         if self.distributed:
-            sharded_state.restore(self.inner, list(self.model.module.parameters()), states)
+            sharded_state.restore(self.inner, self._trained, states)
             return
         inner = self._inner_states()
-        for parameter in self.model.module.parameters():
+        for parameter in self._trained:
             master = getattr(parameter, "main_param", parameter)
             saved = states[id(parameter)]
             with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The frozen reference of the KL term: a copy of the policy that moves by `refresh` alone, and the proof of that.
+"""The frozen reference of the KL term: a copy of the policy that moves by `refresh` alone, and the proof of that. Where adapters
+are trained it is the policy's own base, with no copy.
 
 In the flow: learner.py scores it before a step's updates, verifies it after them, and refreshes it every N steps by setting.
 Invariant: between two refreshes not one bit of it changes; else the run stops.
@@ -6,6 +7,8 @@ Invariant: between two refreshes not one bit of it changes; else the run stops.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -14,6 +17,9 @@ from torch import Tensor
 from rlagent.errors import LearnerError
 from rlagent.trainer import weights
 from rlagent.trainer.config import ReferenceConfig
+from rlagent.trainer.forward import score_all
+from rlagent.trainer.lora import Adapters
+from rlagent.trainer.microbatch import Microbatch
 from rlagent.trainer.model.architecture import Architecture
 from rlagent.trainer.model.build import PolicyModel
 from rlagent.trainer.parallel import ParallelPlan
@@ -27,16 +33,33 @@ _BITS: Final = {2: torch.int16, 4: torch.int32}
 class ReferencePolicy:
     """This rank's part of the reference."""
 
-    def __init__(self, config: ReferenceConfig, model: PolicyModel, arch: Architecture, plan: ParallelPlan) -> None:
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        model: PolicyModel,
+        arch: Architecture,
+        plan: ParallelPlan,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """model: a copy of the policy, or, with its adapters, the policy itself."""
         self.config = config
         self.model = model
-        self._arch, self._plan = arch, plan
+        self._arch, self._plan, self._adapters = arch, plan, adapters
+        if adapters is None:
+            model.requires_grad_(False)
         self._mark = self._fingerprint()
 
+    def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Its logprobs [S] of each microbatch's scored tokens, on the last stage."""
+        with self._adapters.off() if self._adapters else contextlib.nullcontext():
+            return score_all(self.model, microbatches, self._plan)
+
     def _fingerprint(self) -> list[int]:
-        """Of each parameter, the sum of its bits as integers, each times an odd number of its place."""
+        """Of each frozen parameter, the sum of its bits as integers, each times an odd number of its place."""
         found = []
         for parameter in self.model.parameters():
+            if parameter.requires_grad:  # an adapter
+                continue
             bits = parameter.detach().reshape(-1).view(_BITS[parameter.element_size()]).long()
             places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
             found.append(int((bits * places).sum()))

@@ -136,8 +136,11 @@ class SnapshotReader:
         self.directory = directory
         self.manifest = checkpoint.read_manifest(directory)
         if self.manifest.model != model:
+            both = {**self.manifest.model, **model}
+            fields = sorted(key for key in both if self.manifest.model.get(key) != model.get(key))
             raise CheckpointError(
-                f"{directory} is a checkpoint of another model or dtype than the one that is being trained"
+                f"{directory} is a checkpoint of another model or dtype than the one that is being trained: they differ in "
+                f"{', '.join(fields)}"
             )
         self._arch, self._plan = arch, plan
         self._files: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,12 +132,21 @@ def _gather(parameter: Tensor, rule: Rule, plan: ParallelPlan) -> list[Tensor]:
     return shards
 
 
+def _as_it_is(_: Rule, parameter: Tensor) -> Tensor:
+    return parameter
+
+
 def export(
-    model: PolicyModel, arch: Architecture, plan: ParallelPlan, dtype: torch.dtype | None = None
+    model: PolicyModel,
+    arch: Architecture,
+    plan: ParallelPlan,
+    dtype: torch.dtype | None = None,
+    published: Callable[[Rule, Tensor], Tensor] = _as_it_is,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) in a fixed order on rank 0; other ranks yield nothing but must be drained.
 
-    The tensors may share memory with the model unless a dtype other than its own is asked for.
+    `published` makes what is exported of each of this rank's parameters (adapters are merged into it). The tensors may share memory with
+    the model unless a dtype other than its own is asked for.
     """
     if not (plan.is_replica_leader or plan.is_expert_leader):
         return
@@ -152,7 +161,8 @@ def export(
             holds = plan.rank == sender
         tensors: list[Tensor] = []
         if holds:
-            tensors = [tensor.contiguous() for tensor in join(arch, rule, _gather(local[rule], rule, plan))]
+            own = published(rule, local[rule])
+            tensors = [tensor.contiguous() for tensor in join(arch, rule, _gather(own, rule, plan))]
         if sender and plan.rank == sender:
             for tensor in tensors:
                 dist.send(tensor, dst=0)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learner_layouts import CONFIG, layout_batch, layout_name
+from learner_ranks import launch
 from safetensors.torch import load_file
-from tiny_models import free_ports, make_learner, make_model
+from tiny_models import make_learner, make_model
 
 from rlagent.trainer.learner import Learner
 
-SCRIPT = Path(__file__).parents[1] / "support" / "learner_layouts.py"
-LIMIT_S = 300
+SCRIPT = "learner_layouts.py"
 PAIRS = [
     {"tensor": 2},
     {"tensor": 2, "sequence": True},
@@ -46,29 +43,6 @@ EXPERT_FOURS = [
 Layout = dict[str, int]
 
 
-def launch(world: int, layouts: list[Layout], model_dir: Path, out: Path) -> None:
-    """Run the ranks to their end; the first failure ends the others."""
-    port = free_ports(len(layouts))
-    arguments = [str(world), str(port), str(model_dir), str(out), json.dumps(layouts)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for number, rank in enumerate(ranks):
-            output, _ = rank.communicate(timeout=LIMIT_S)
-            assert rank.returncode == 0, f"rank {number} of {world}:\n{output[-4000:]}"
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
 def difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> float:
     """The largest difference of any tensor's change, relative to the tensor's largest change."""
     assert list(found) == list(wanted)
@@ -84,8 +58,8 @@ def exported(learner: Learner) -> dict[str, torch.Tensor]:
 def check(layouts: list[Layout], world: int, directory: Path, *, family: str, tied: bool) -> None:
     model_dir = directory / "model"
     make_model(family, model_dir, tied=tied)
-    launch(1, [{}], model_dir, directory)
-    launch(world, layouts, model_dir, directory)
+    launch(SCRIPT, 1, [{}], model_dir, directory)
+    launch(SCRIPT, world, layouts, model_dir, directory)
     initial = load_file(model_dir / "model.safetensors")
     wanted: dict[str, Any] = torch.load(directory / "one.pt", weights_only=False)
     assert wanted["metrics"][0]["policy/grad_norm"] > CONFIG.optimizer.clip_grad, "the gradients were clipped"

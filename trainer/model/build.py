@@ -95,13 +95,12 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         )
 
 
-def _has_te(cuda: bool) -> bool:
-    """Whether layers are Transformer Engine's."""
-    return cuda and importlib.util.find_spec("transformer_engine") is not None
+def _has_te() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool
+    arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool, te: bool
 ) -> Any:
     """Megatron's own settings. Every fusion that needs Transformer Engine or Apex is off."""
     experts = arch.experts
@@ -119,7 +118,7 @@ def transformer_config(
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
-        use_te_activation_func=experts is None and not _has_te(cuda),  # megatron's name for one that a layer spec gives
+        use_te_activation_func=experts is None and not te,  # megatron's name for one that a layer spec gives
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
@@ -163,15 +162,15 @@ def transformer_config(
     )
 
 
-def layer_spec(arch: Architecture, *, cuda: bool, experts: bool = False) -> tuple[Any, Any]:
-    """A layer's spec, dense or with experts, and the final norm: Transformer Engine's where it is installed beside a GPU, else
-    megatron's local one with our norm.
+def layer_spec(arch: Architecture, *, te: bool, experts: bool = False) -> tuple[Any, Any]:
+    """A layer's spec, dense or with experts, and the final norm: Transformer Engine's (te), or megatron's local one
+    with our norm.
     """
     options: dict[str, Any] = {"qk_layernorm": arch.qk_norm}
     if experts:
         assert arch.experts is not None
         options |= {"num_experts": arch.experts.count, "moe_grouped_gemm": False}
-    if _has_te(cuda):
+    if te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
@@ -200,14 +199,16 @@ def build_model(
     dtype: torch.dtype,
     recompute: bool = False,
     cuda: bool = False,
+    te: bool = True,
 ) -> PolicyModel:
     """This rank's part of the model, its weights not yet set. The process groups must exist
-    (`rlagent.trainer.parallel`).
+    (`rlagent.trainer.parallel`). te: its layers are Transformer Engine's where that is installed beside a GPU.
     """
     check_layout(arch, parallel)
-    config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, cuda=cuda)
-    dense, final_norm = layer_spec(arch, cuda=cuda)
-    mixture = layer_spec(arch, cuda=cuda, experts=True)[0] if arch.experts else dense
+    te = te and cuda and _has_te()
+    config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, cuda=cuda, te=te)
+    dense, final_norm = layer_spec(arch, te=te)
+    mixture = layer_spec(arch, te=te, experts=True)[0] if arch.experts else dense
     layers = stage_layers(arch.num_layers, parallel.pipeline)[stage]
     specs = [mixture if arch.has_experts(layer) else dense for layer in layers]
     model = PolicyModel(

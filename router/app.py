@@ -54,7 +54,7 @@ def make_app(parts: Parts) -> web.Application:
     auth = Auth(parts.config, parts.live)
     app = web.Application(middlewares=[_answered], client_max_size=parts.config.max_body_bytes)
     completions = CompletionsApi(auth, parts.recorder, parts.tokenizer, parts.config)
-    sessions = SessionsApi(parts.buffer, auth, parts.live, parts.pool, parts.config)
+    sessions = SessionsApi(parts.buffer, auth, parts.live, parts.pool, parts.config, parts.recorder.counts)
     app.add_routes(completions.routes())
     app.add_routes(sessions.routes())
     app.add_routes(policy_api.routes(parts.policies, auth))

@@ -1,7 +1,8 @@
 """Who may do what: an agent's key opens `/v1` and shows its own session; everything else is the admin's.
 
-Keys are compared by hash, in constant time where they are compared at all. Invariant: a session's key never reaches
-another session, nor any admin call, also where admin calls need no key (a loopback bind without an admin key).
+Keys are compared by hash, in constant time where they are compared at all. Invariants: a session's key never reaches
+another session, nor any admin call, also where admin calls need no key (a loopback bind without an admin key); a wrong
+key never reaches a session at all.
 """
 
 from __future__ import annotations
@@ -49,10 +50,18 @@ class Auth:
             raise _forbidden("a session's key may call /v1 and read its own session, nothing else")
 
     async def reader(self, request: web.Request, session_id: str) -> None:
-        """Let an admin pass, and the session's own key."""
+        """Let an admin pass, and the session's own key. A key that is neither is wrong, also where admin calls need none."""
         key = _key(request)
-        if key is None or await self._live.id_of_key(hash_key(key)) != session_id:
+        if key is None:
             await self.admin(request)
+        elif not self._is_admin(key):
+            found = await self._live.id_of_key(hash_key(key))
+            if found is None:
+                raise _unauthorized(
+                    f"this is not the key of session {session_id}; use the api_key that came with its base_url"
+                )
+            if found != session_id:
+                raise _forbidden("a session's key may call /v1 and read its own session, nothing else")
 
     async def by_path(self, request: web.Request, session_id: str) -> LiveSession:
         """The session that a path names, for its own key or an admin."""

@@ -51,7 +51,7 @@ _MEMBERS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("GET", "/sessions"): ("sessions",),
     ("GET", _OF_SESSION): _SESSION,
     ("POST", f"{_OF_SESSION}/reward"): _SESSION,
-    ("POST", f"{_OF_SESSION}/finish"): _SESSION,
+    ("POST", f"{_OF_SESSION}/finish"): (*_SESSION, "warning"),
     ("GET", f"{_OF_SESSION}/calls"): ("calls",),
     ("GET", f"{_OF_SESSION}/trajectories"): ("trajectories",),
     ("POST", "/learner/consume"): ("cursor",),

@@ -5,8 +5,10 @@ Invariant: `finish` answers only when nothing of the session is in flight any mo
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -29,6 +31,10 @@ from rlagent.types import Reward, Session, SessionState
 B = TypeVar("B", bound=BaseModel)
 STATES: Final[tuple[SessionState, ...]] = ("open", "sealed", "failed", "expired")
 _MAX_DIGITS: Final = 9  # of the number of sessions that are listed
+_UNREWARDED: Final = (
+    "finished without a reward, and is not trained on; give one when you finish it, or open it with train = false"
+)
+_log: Final = logging.getLogger(__name__)
 _Number = int | float
 
 
@@ -66,12 +72,21 @@ class FinishBody(_Body):
 class SessionsApi:
     """Handlers of `/sessions`."""
 
-    def __init__(self, buffer: Buffer, auth: Auth, live: LiveSessions, pool: Pool, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        auth: Auth,
+        live: LiveSessions,
+        pool: Pool,
+        config: RouterConfig,
+        counts: Counter[tuple[str, str]],
+    ) -> None:
         self._buffer = buffer
         self._auth = auth
         self._live = live
         self._pool = pool
         self._drain_s = config.drain_s
+        self._counts = counts  # (what, which) -> how often; for /metrics
 
     def routes(self) -> list[web.RouteDef]:
         """The routes."""
@@ -133,7 +148,7 @@ class SessionsApi:
         session_id = request.match_info["session_id"]
         body = await _parse(request, FinishBody, empty=True)
         given = None if body.reward is None else Reward(components=_components(body.reward))
-        live = self._live.loaded(session_id)
+        live, now = self._live.loaded(session_id), time.time()
         if live is not None:
             await live.drain(self._drain_s)
         try:
@@ -141,7 +156,12 @@ class SessionsApi:
         finally:
             self._live.drop(session_id)
             self._pool.forget(session_id)
-        return _json(session_json(session))
+        unrewarded = session.train and session.status == "completed" and session.reward is None
+        if unrewarded and session.sealed_at is not None and session.sealed_at >= now:
+            if not self._counts["sessions", "unrewarded"]:
+                _log.warning("session %s was %s (said once; /metrics counts them)", session_id, _UNREWARDED)
+            self._counts["sessions", "unrewarded"] += 1
+        return _json(session_json(session) | {"warning": _UNREWARDED if unrewarded else None})
 
     async def listed(self, request: web.Request) -> web.Response:
         """The newest sessions."""

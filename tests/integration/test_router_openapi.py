@@ -35,7 +35,7 @@ async def test_what_is_no_body_is_refused_on_every_path(tmp_path: Path) -> None:
         paths = (await app.http.get("/openapi.json")).json()["paths"]
         for path in (path for path, methods in paths.items() if "post" in methods):
             for number, raw in enumerate(RAW):
-                key = {"authorization": f"Bearer {number}-{path}"}
+                key = {"authorization": f"Bearer {number}-{path}"} if path.startswith("/v1/") else {}
                 answer = await app.http.post(re.sub(r"{\w+}", "nobody", path), headers=key, content=raw)
                 empty = not raw and path == "/sessions"  # all of its fields have defaults
                 assert answer.status_code in ((200,) if empty else (400, 403, 404)), (path, raw[:20], answer.text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 from fake_engine import FakeEngine, Reply, Script, fake_engine
 
 from rlagent.buffer.config import BufferConfig
@@ -48,6 +49,11 @@ def in_turn(*replies: Reply) -> Script:
     """One reply after the other; the last one for all that follow."""
     left = list(replies)
     return lambda _body: left.pop(0) if len(left) > 1 else left[0]
+
+
+def error_of(response: httpx.Response) -> Any:
+    """What an OpenAI-shaped refusal says."""
+    return orjson.loads(response.content)["error"]
 
 
 @dataclass(kw_only=True)

@@ -72,6 +72,10 @@ class VerifierCrashError(VerifierError):
     """The process that a verifier ran in died."""
 
 
+class EnvironmentFailedError(RlagentError):
+    """An environment server cannot be reached, or refused a step."""
+
+
 class RequestError(StoreError):
     """What was asked of the data buffer makes no sense by itself; asking again does not help."""
 

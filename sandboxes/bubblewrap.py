@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,13 +25,12 @@ async def refusal(bwrap: str, user: int = 0) -> str | None:
 
     user: as whom it is started, if not as ourselves.
     """
-    process = await asyncio.create_subprocess_exec(
-        bwrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true",
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    line = [bwrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true"]
+    done = await asyncio.to_thread(  # not asyncio's own: uvloop, which rollout workers run on, cannot change the user
+        subprocess.run, line, stdin=subprocess.DEVNULL, capture_output=True, check=False,
         user=user or None, group=user or None, extra_groups=[] if user else None,
     )  # fmt: skip
-    _, said = await process.communicate()
-    return None if process.returncode == 0 else said.decode(errors="replace").strip()
+    return None if done.returncode == 0 else done.stderr.decode(errors="replace").strip()
 
 
 def command(

@@ -11,11 +11,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import orjson
 
 Role = Literal["system", "user", "assistant", "tool"]
+_DIGEST_CHARS: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +120,11 @@ def root_of(model: str, conversation: Conversation, renderer: str) -> Root:
 
 def digest(*pieces: bytes) -> str:
     """A short hash of byte strings, each delimited by its length."""
-    state = hashlib.blake2b(digest_size=16)
+    state = hashlib.sha256()  # processors have instructions for it
     for piece in pieces:
         state.update(len(piece).to_bytes(8, "little"))
         state.update(piece)
-    return state.hexdigest()
+    return state.hexdigest()[:_DIGEST_CHARS]
 
 
 def history_digests(messages: Sequence[Message], *, after: str = "") -> list[str]:
@@ -139,7 +140,8 @@ def history_digests(messages: Sequence[Message], *, after: str = "") -> list[str
 def match_key(message: Message) -> bytes:
     """Equal for messages that say the same. Ids and reasoning are left out: the forest decides about them."""
     calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
-    return json.dumps([message.role, message.content, calls, message.name]).encode()
+    head = json.dumps([message.role, calls, message.name, len(message.content)])
+    return f"{head}{message.content}".encode(errors="surrogatepass")
 
 
 def canonical_arguments(text: str) -> str:

@@ -340,5 +340,6 @@ def new_http() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
         json_serialize=lambda body: orjson.dumps(body).decode(),
+        cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -220,9 +220,14 @@ def _without_stop(part: Part) -> list[int]:
 
 def _params(sampling: Sampling, budget: int, sampled: int, schema: str | None) -> dict[str, Any]:
     """SGLang's sampling_params. A resumed call must not draw what it drew before, so its seed moves on."""
-    given = asdict(sampling)
-    params: dict[str, Any] = {name: given[name] for name in ("temperature", "top_p", "top_k")}
-    params |= {"max_new_tokens": budget, "no_stop_trim": True, "skip_special_tokens": False}
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": budget,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
     if schema is not None:
         params["json_schema"] = schema
     if sampling.stop:

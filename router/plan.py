@@ -83,7 +83,9 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
     chain = node.chain
     messages = list(conversation.messages)
     for turn in chain:  # clients drop reasoning: the template decides about what was really said
-        messages[turn.position] = replace(messages[turn.position], reasoning=turn.served.reasoning)
+        sent = messages[turn.position]
+        if sent.reasoning != turn.served.reasoning:
+            messages[turn.position] = replace(sent, reasoning=turn.served.reasoning)
     tokenizer = renderer.tokenizer
     stops = [None if turn.stop_id is None else tokenizer.decode([turn.stop_id]) for turn in chain]
     positions = [turn.position for turn in chain]

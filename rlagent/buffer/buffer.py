@@ -334,7 +334,7 @@ class Buffer:
         return result
 
     def _mark(self, call_id: str, delivery: Delivery) -> None:
-        self._store.write_soon(lambda tx: sessions.mark(tx, call_id, delivery), exclusive=False)
+        self._store.write_later(lambda tx: sessions.mark(tx, call_id, delivery))
 
     def _announce(self) -> None:
         """Wake every waiting lease: each looked at the queue before, and looks again."""

@@ -108,8 +108,6 @@ class Database(ABC):
     remedy: str
     # Whether other processes may have the same database open.
     shared: ClassVar[bool]
-    # Whether each statement is a trip to a server.
-    remote: ClassVar[bool]
     # Reads that run at the same time.
     num_readers: ClassVar[int]
 

@@ -109,7 +109,6 @@ class PostgresDatabase(Database):
     error = psycopg.Error
     remedy = "start the server, or free its disk; rlagent connects again by itself"
     shared: ClassVar[bool] = True
-    remote: ClassVar[bool] = True
     num_readers: ClassVar[int] = 4
 
     def __init__(self, url: str) -> None:

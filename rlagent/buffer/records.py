@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +26,7 @@ CALL_COLUMNS: Final = (
     "call_id, session_id, position, parent_id, parent_choice, prompt_digest, "
     "delivery, head, arrays, messages, served, client"
 )
+_SAMPLING: Final = tuple(field.name for field in fields(Sampling))
 
 
 def marks(columns: str) -> str:
@@ -111,7 +112,7 @@ def encode_call(call: Call) -> tuple[Value, ...]:
         "reason": call.reason,
         "prompt_len": call.prompt_len,
         "num_suffix": len(call.prompt_suffix),
-        "sampling": asdict(call.sampling),
+        "sampling": {name: getattr(call.sampling, name) for name in _SAMPLING},
         "started_at": call.started_at,
         "finished_at": call.finished_at,
         "body_digest": call.body_digest,

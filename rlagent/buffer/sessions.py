@@ -67,8 +67,10 @@ def is_open(tx: Transaction, session_id: str, epoch: int) -> bool:
 
 def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch: int) -> None:
     """A call of an open session, whose parent is recorded and whose prompt length adds up. MovedError: another epoch."""
-    _, held = _need_open(tx, call.session_id)
-    if epoch != held:
+    found = tx.row(f"SELECT state, epoch FROM sessions WHERE session_id = ?{tx.for_update}", call.session_id)
+    if found is None or found[0] != "open":
+        _need_open(tx, call.session_id)  # says why it takes no call
+    elif epoch != found[1]:
         raise MovedError(
             f"session {call.session_id!r} was taken over while call {call.call_id} was made; send it again"
         )

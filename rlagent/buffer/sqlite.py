@@ -62,7 +62,6 @@ class SqliteDatabase(Database):
     error = sqlite3.Error
     remedy = "free space or fix the disk"
     shared: ClassVar[bool] = False
-    remote: ClassVar[bool] = False
     num_readers: ClassVar[int] = 1
 
     def __init__(self, path: Path) -> None:

@@ -1,9 +1,9 @@
 """The one way to the data buffer's database: group commit on one connection, reads on others.
 
 One writer thread owns the writing connection. It drains its queue, runs every pending transaction inside one of the
-database (each in a savepoint, so that a refused one does not harm its neighbours; on a remote database only once one was
-refused), commits once, and only then resolves the callers: group commit without a timer. Reads go to other connections,
-on threads of their own.
+database (once one was refused, all again, each in a savepoint, so that it harms no neighbour), commits once, and only then
+resolves the callers: group commit without a timer. What nobody waits for (`write_later`) joins the next commit. Reads go
+to other connections, on threads of their own, and see all that was asked for before.
 
 Invariant: a `write` that returned is durable; a `write` that raised left nothing, but for StoreUncertainError: the
 database went away during the commit. What was lost before the commit is run again, on a new connection, so a
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ T = TypeVar("T")
 MAX_PENDING: Final = 65_536
 # Transactions in one commit: bounds how long the first caller of a burst waits for the last one.
 MAX_GROUP: Final = 512
+# How long what nobody waits for may wait for a commit of others.
+LATER_S: Final = 0.05
 # How often a commit is tried that a deadlock or a lost connection undid.
 MAX_TRIES: Final = 10
 
@@ -55,6 +58,8 @@ class Store:
         self._writer: Connection | None = None
         self._readers: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._queue: queue.Queue[_Pending | None] = queue.Queue(MAX_PENDING)
+        self._later: deque[_Pending] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
         self._thread.start()
@@ -70,6 +75,8 @@ class Store:
         if self._closed:
             return
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         await asyncio.to_thread(self._stop)
 
     async def write(self, work: Callable[[Transaction], T], *, exclusive: bool = True) -> T:
@@ -91,9 +98,26 @@ class Store:
             ) from error
         return future
 
+    def write_later(self, work: Callable[[Transaction], object]) -> None:
+        """Let `work` join the next commit, which comes within LATER_S. Nobody learns whether it was refused."""
+        self._check_open()
+        if len(self._later) >= MAX_PENDING:
+            raise StoreError(f"{MAX_PENDING} changes wait for the disk of {self.database.name}; send fewer at a time")
+        self._later.append(_Pending(work, False, Future()))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LATER_S, self._hurry)
+
+    def _hurry(self) -> None:
+        """A commit for what was to come later."""
+        self._timer = None
+        if self._later:
+            self.write_soon(lambda _tx: None, exclusive=False)
+
     async def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on a reading connection, in one snapshot."""
         self._check_open()
+        if self._later:
+            await self.write(lambda _tx: None, exclusive=False)
         return await asyncio.get_running_loop().run_in_executor(self._read_pool, self._read, work)
 
     def _check_open(self) -> None:
@@ -122,26 +146,29 @@ class Store:
             self._readers.put(connection)
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            group = [first]
-            stop = False
-            while len(group) < MAX_GROUP:
+        stop = False
+        while not stop:
+            pending = self._queue.get()
+            group = [self._later.popleft() for _ in range(min(len(self._later), MAX_GROUP))]
+            limit = len(group) + MAX_GROUP
+            while pending is not None:
+                group.append(pending)
+                if len(group) == limit:
+                    break
                 try:
                     pending = self._queue.get_nowait()
                 except queue.Empty:
                     break
-                if pending is None:
-                    stop = True
-                    break
-                group.append(pending)
-            self._commit(group)
-            _resolve(group)
+            stop = pending is None
             if stop:
-                return
+                group += self._later
+            if group:
+                self._commit(group)
+                _resolve(group)
 
     def _commit(self, group: Sequence[_Pending]) -> None:
         """One commit of all, tried again while that can help and cannot do anything twice."""
-        step = self._hopeful_step if self.database.remote else self._step
+        step = self._hopeful_step
         tries, deadlocked = 0, False
         while True:
             tries += 1
@@ -189,7 +216,7 @@ class Store:
         writer.execute("RELEASE one")
 
     def _hopeful_step(self, writer: Connection, pending: _Pending) -> None:
-        """One transaction without a savepoint, to save two trips to a server. Raises _Refused if it needs one."""
+        """One transaction without a savepoint, to save two statements. Raises _Refused if it needs one."""
         pending.error = None
         try:
             pending.result = pending.work(Transaction(writer))

@@ -41,14 +41,10 @@ class Pool:
 
     async def pick(self, session_id: str, group_id: str | None = None, avoid: Collection[Engine] = ()) -> Engine:
         """The engine for a session's next request. NoEngine when none is ready and none is being started."""
-        try:
-            async with asyncio.timeout(self._start_wait_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: self._open(avoid) or not any(engine.state == "starting" for engine in self.engines)
-                )
-        except TimeoutError:
-            pass
         found = self._open(avoid)
+        if not found:
+            await self._wait(avoid)
+            found = self._open(avoid)
         if not found:
             states = ", ".join(f"{engine.url} {engine.state}" for engine in self.engines)
             raise NoEngine(f"no engine can take the call now ({states}); try again in a few seconds")
@@ -57,6 +53,16 @@ class Pool:
             home = self._group_home(group_id, found)
             self._homes[session_id] = home
         return home
+
+    async def _wait(self, avoid: Collection[Engine]) -> None:
+        """Until one is ready or none is being started, for a while."""
+        try:
+            async with asyncio.timeout(self._start_wait_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._open(avoid) or not any(engine.state == "starting" for engine in self.engines)
+                )
+        except TimeoutError:
+            pass
 
     def _group_home(self, group_id: str | None, found: Sequence[Engine]) -> Engine:
         """Where a group's first member went, and where the others of one whose engine left go together."""

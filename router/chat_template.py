@@ -59,9 +59,7 @@ class ChatTemplate:
     """The template (or templates by name) of one model directory."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], where: str) -> None:
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from rlagent.errors import EngineError, RecordingError
 from rlagent.types import Int32Array, VersionSpan
@@ -78,6 +79,7 @@ class Engine:
         self._going.set()
         self._num_pauses = 0
         self._grammar: bool | None = None  # not asked yet
+        self._generate_url = URL(f"{self.url}/generate")
         self._http = http
         self._vocabulary = vocabulary
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
@@ -238,7 +240,7 @@ class Engine:
         headers = {"content-type": "application/json"}
         try:
             async with self._http.post(
-                f"{self.url}/generate", data=data, headers=headers, timeout=self._timeout, read_bufsize=_STREAM_BUFFER
+                self._generate_url, data=data, headers=headers, timeout=self._timeout, read_bufsize=_STREAM_BUFFER
             ) as response:
                 if response.status != 200:
                     self._refuse(response.status, await response.read())

@@ -273,6 +273,8 @@ class Recorder:
         self, live: LiveSession, prepared: Prepared, readers: Sequence[ChoiceReader], on_events: OnEvents | None
     ) -> list[Choice]:
         """One engine request for each choice, all at once; the first failure ends the others."""
+        if len(readers) == 1:
+            return [await self._choice(live, prepared, 0, readers[0], on_events)]
         tasks = [
             asyncio.create_task(self._choice(live, prepared, number, reader, on_events))
             for number, reader in enumerate(readers)

@@ -6,6 +6,8 @@ plane, because the high bytes of token ids are mostly alike. Invariant: unpackin
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,10 +26,16 @@ _LEVEL: Final = 1
 def pack(body: bytes) -> bytes:
     """Tag byte + the shorter of the body and its zstd form."""
     if len(body) >= MIN_COMPRESSED_BYTES:
-        small = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
+        small = _compressor(threading.get_ident()).compress(body)
         if len(small) < len(body):
             return _ZSTD + small
     return _RAW + body
+
+
+@functools.lru_cache(maxsize=16)
+def _compressor(_thread: int) -> zstandard.ZstdCompressor:
+    """One for each thread: none may be used by two at once, and making one costs more than to compress a small body."""
+    return zstandard.ZstdCompressor(level=_LEVEL)
 
 
 def unpack(blob: bytes) -> bytes:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from rlagent.buffer.status import BufferStatus
 from rlagent.client import RouterClient
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.rollout import Outcome, Task, task_id
+from rlagent.task_draw import TaskDraw
 from rlagent.types import GREEDY, Reward
 
 _MAX_ATTEMPTS: Final = 3  # a rollout whose worker died under it this often counts as failed
@@ -27,7 +26,8 @@ class Collector:
 
     def __init__(
         self, client: RouterClient, pool: RolloutPool, tasks: Sequence[Task], *, group_size: int, groups_per_step: int,
-        max_staleness: int, seed: int, steps_left: int, deadline_s: float, failed: Callable[[str, Outcome], None], greedy: bool = False,
+        max_staleness: int, draw: TaskDraw, steps_left: int, deadline_s: float, failed: Callable[[str, Outcome], None],
+        greedy: bool = False,
     ) -> None:  # fmt: skip
         self._client = client
         self._pool = pool
@@ -35,7 +35,7 @@ class Collector:
         self._group_size = group_size
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._seed = seed
+        self._draw = draw
         self._steps_left = steps_left
         self._deadline_s = deadline_s
         self._failed = failed  # told of each rollout that failed, with its session
@@ -43,6 +43,7 @@ class Collector:
         self._replaced = 0  # groups of this step's leases that are not trained on
         self._training = 0  # groups leased whose weights are not published yet
         self._wake = asyncio.Event()
+        self.next_index = 0  # of the group that is started next
         self.failures: dict[str, int] = {}  # failed rollouts by status, and verifiers by how, since the start
 
     def training(self, num_groups: int) -> None:
@@ -64,19 +65,20 @@ class Collector:
         """Launch groups whenever there is room, until cancelled. First finishes the groups a dead driver left incomplete."""
         async with asyncio.TaskGroup() as running:
             status = await self._client.status()
-            next_index = _next_index(status)
+            self.next_index = _next_index(status)
             for group in status.incomplete:
                 if group.group_id.startswith(_GROUP_PREFIX):
                     missing = group.size - group.num_valid - group.num_invalid - group.num_running
                     index = _index(group.group_id)
-                    running.create_task(self._group(index, missing))
+                    running.create_task(self._group(index, self._draw.place(index, group.task_id), missing))
             while True:
                 self._wake.clear()
                 status = await self._client.status()
                 for _ in range(self._room(status)):
                     opened = asyncio.Event()
-                    running.create_task(self._group(next_index, self._group_size, opened))
-                    next_index += 1
+                    place = self._draw.place(self.next_index)
+                    running.create_task(self._group(self.next_index, place, self._group_size, opened))
+                    self.next_index += 1
                     await opened.wait()
                 await self._wake.wait()
 
@@ -85,9 +87,8 @@ class Collector:
         allowed = min(self._max_staleness + 1, self._steps_left) * self._groups_per_step
         return max(0, allowed + self._replaced - outstanding)
 
-    async def _group(self, index: int, num_rollouts: int, opened: asyncio.Event | None = None) -> None:
-        """Run the (missing) rollouts of one group. `opened` is set once the buffer knows the group."""
-        place = self._order(index)
+    async def _group(self, index: int, place: int, num_rollouts: int, opened: asyncio.Event | None = None) -> None:
+        """Run the (missing) rollouts of one group, of the task at `place`. `opened` is set once the buffer knows the group."""
         session: dict[str, Any] = {
             "task_id": task_id(self._tasks[place], place),
             "group_id": f"{_GROUP_PREFIX}{index:08d}",
@@ -136,11 +137,6 @@ class Collector:
             if outcome.status != "interrupted":
                 return
             handle = None
-
-    def _order(self, index: int) -> int:
-        """The task of the index-th group: every epoch is a permutation of its own, the same after a resume."""
-        epoch, place = divmod(index, len(self._tasks))
-        return int(np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))[place])
 
 
 def _over_greedy(reward: Reward, baseline: float | None) -> Outcome:

@@ -40,6 +40,27 @@ class ModelConfig(BaseModel):
     path: Path | None = None
 
 
+class TaskDrawConfig(BaseModel):
+    """How tasks are drawn for training. Evaluation takes them in order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    by: Literal["uniform", "curriculum", "prioritised"] = Field(
+        "uniform",
+        description="uniform: each once an epoch; curriculum: the easiest first; prioritised: by p (1 - p), p a task's running success",
+    )
+    difficulty: str = Field("difficulty", description="curriculum: the number in each task that orders them")
+    start: float = Field(
+        0.2, gt=0, le=1, description="curriculum: share of the tasks, the easiest, that is drawn from at first"
+    )
+    steps: int = Field(100, ge=1, description="curriculum: learner steps until all tasks are drawn from")
+    success: float = Field(1.0, description="prioritised: a rollout succeeded when its total reward reaches this")
+    memory: float = Field(
+        0.9, gt=0, le=1, description="prioritised: what a task's earlier rollouts count when it is trained on again"
+    )
+    uniform_share: float = Field(0.1, gt=0, le=1, description="prioritised: share of the draws that ignores success")
+
+
 class RolloutConfig(BaseModel):
     """The rollout function, its tasks, and how many run at once."""
 
@@ -51,6 +72,7 @@ class RolloutConfig(BaseModel):
     workers: int = Field(1, ge=1, description="worker processes; a plain `def` function runs once a process at a time")
     concurrency: int = Field(64, ge=1, description="rollouts running at once, over all workers")
     timeout_s: float = Field(300.0, gt=0, description="one rollout's wall clock")
+    draw: TaskDrawConfig = TaskDrawConfig()
 
 
 class EvalConfig(BaseModel):

@@ -30,6 +30,7 @@ from rlagent.launch.serve_child import serving
 from rlagent.plot import plot_reward
 from rlagent.rollout import Outcome, Task, read_tasks
 from rlagent.run_directory import RunDirectory
+from rlagent.task_draw import TaskDraw, make_draw
 from rlagent.track import trackers
 from rlagent.trainer.batch import pack
 from rlagent.trainer.metrics import data_metrics
@@ -55,6 +56,10 @@ async def train(
         raise ConfigError("--rollout-only leaves no checkpoint to resume from; leave --resume away")
     tasks = [] if config.rollout.tasks is None else read_tasks(config.rollout.tasks)
     held_out = [] if config.eval.tasks is None else read_tasks(config.eval.tasks)[: config.eval.num_tasks]
+    draw = (
+        make_draw(config.rollout.draw, tasks, seed=config.run.seed, groups_per_step=config.learner.batch.groups)
+        if tasks else None
+    )  # fmt: skip
     run = RunDirectory.reopen(config) if resume else RunDirectory.create(config)
     async with AsyncExitStack() as stack:
         terminated = stack.enter_context(_on_sigterm())
@@ -66,7 +71,7 @@ async def train(
         await client.health()
         ranks = None if rollout_only else await stack.enter_async_context(LocalRanks(rank_spec(config), run.logs))
         run.begin(config)
-        loop = Loop(config, run, client, ranks, pool, held_out, display, terminated)
+        loop = Loop(config, run, client, ranks, pool, held_out, display, terminated, draw)
         await loop.restore(resume=resume)
         await loop.run(tasks)
     return run
@@ -80,6 +85,7 @@ class Position:
     cursor: int = 0  # the last consumption trained on
     version: int = 0  # the policy version that holds these weights
     snapshot: str | None = None
+    draw: dict[str, Any] = field(default_factory=dict)  # what is known of the tasks
 
 
 @dataclass(slots=True)
@@ -104,6 +110,7 @@ class Loop:
     def __init__(
         self, config: Config, run: RunDirectory, client: RouterClient, ranks: LocalRanks | None, pool: RolloutPool | None,
         held_out: list[Task], display: Display, terminated: asyncio.Event,
+        draw: TaskDraw | None,
     ) -> None:  # fmt: skip
         self._config = config
         self._run = run
@@ -118,6 +125,7 @@ class Loop:
         self._trackers = trackers(config.track, run.path)
         self._saving = False  # a checkpoint is being written beside the steps
         self._collector: Collector | None = None
+        self._draw = draw
         self._failed_before = False
 
     async def restore(self, *, resume: bool) -> None:
@@ -127,6 +135,8 @@ class Loop:
             checkpoint = self._run.newest_checkpoint()
             if checkpoint is not None and self._ranks is not None:
                 self._position = Position(**await self._ranks.call("load", checkpoint))
+                if self._draw is not None:
+                    self._draw.restore(self._position.draw)
             report = await self._client.restore(cursor=self._position.cursor, version=self._position.version)
             self._display.console.print(
                 f"resumed after step {self._position.step}: {report.redelivered} batches are delivered again, "
@@ -143,7 +153,8 @@ class Loop:
             await self._evaluate()
             collecting = None
             if self._pool is not None:
-                self._collector = self._make_collector(self._pool, tasks)
+                assert self._draw is not None, "a rollout function has tasks"
+                self._collector = self._make_collector(self._pool, tasks, self._draw)
                 collecting = beside.create_task(self._collector.run())
             while self._position.step < steps and not self._terminated.is_set():
                 await self._step()
@@ -182,6 +193,9 @@ class Loop:
         for lease in gathered.leases:
             self._position.cursor = await self._client.consume(lease.lease_id, step=self._position.step)
         self._position.step += 1
+        if self._draw is not None:
+            self._draw.observe(group for lease in gathered.leases for group in lease.groups)
+            self._position.draw = self._draw.state()
         last = self._position.step == self._config.run.steps
         with watch.stage("sync"):
             await self._publish(parent=self._position.version)
@@ -202,6 +216,7 @@ class Loop:
             **({"data/groups_left_out": gathered.num_flat} if self._config.learner.batch.refill else {}),
             **{f"data/dropped_{reason}": count for reason, count in packed.dropped.items()},
             **({} if self._collector is None else {f"rollout/{k}": n for k, n in self._collector.failures.items()}),
+            **({} if self._draw is None or self._collector is None else self._draw.metrics(self._collector.next_index)),
         }
         self._run.write_metrics(self._position.step, metrics)
         self._display.stepped({"step": self._position.step, **metrics})
@@ -277,7 +292,9 @@ class Loop:
         checkpoint = self._run.checkpoint(self._position.step)
         if not checkpoint.exists():
             await self._finish_save(wait=True)
-            position = {name: getattr(self._position, name) for name in ("step", "cursor", "version", "snapshot")}
+            position = {
+                name: getattr(self._position, name) for name in ("step", "cursor", "version", "snapshot", "draw")
+            }
             await self._ranks.call("save", checkpoint, position, not self._config.checkpoint.asynchronous)
             self._saving = self._config.checkpoint.asynchronous
         if not self._saving:
@@ -317,11 +334,11 @@ class Loop:
                 f"{self._run.failures}", highlight=False, soft_wrap=True, markup=False,
             )  # fmt: skip
 
-    def _make_collector(self, pool: RolloutPool, tasks: list[Task]) -> Collector:
+    def _make_collector(self, pool: RolloutPool, tasks: list[Task], draw: TaskDraw) -> Collector:
         config = self._config
         return Collector(
             self._client, pool, tasks, group_size=config.rollout.group_size, groups_per_step=config.learner.batch.groups,
-            max_staleness=config.buffer.max_staleness, seed=config.run.seed,
+            max_staleness=config.buffer.max_staleness, draw=draw,
             steps_left=config.run.steps - self._position.step, deadline_s=config.buffer.group_deadline_s,
             failed=self._rollout_failed, greedy=config.learner.advantage.name == "remax",
         )  # fmt: skip

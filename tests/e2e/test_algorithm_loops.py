@@ -35,3 +35,17 @@ def test_dynamic_sampling_asks_for_groups_in_place_of_those_without_variance(tmp
     assert len(records) == 2
     assert sum(record["data/groups_left_out"] for record in records) > 0
     assert all(record["reward/groups_without_variance"] == 0 for record in records)
+
+
+def test_adapters_on_drawn_tasks_are_published_and_resumed(tmp_path: Path) -> None:
+    """Every publish compares checksums of the merged weights; what is known of the tasks is in the checkpoint."""
+    drawn = ("rollout.draw.by=prioritised", "sync.verify_every=1", "buffer.max_staleness=0")
+    records = run("lora", tmp_path / "run", *drawn)
+    assert all("policy/kl_reference" in record for record in records)
+    small = [part for setting in (*demo.SMALL, "run.steps=3", *drawn) for part in ("--set", setting)]
+    demo.command(
+        "train", "--config", str(RECIPES / "lora.toml"), "--run-dir", str(tmp_path / "run"), *small, "--resume"
+    )
+    seen = [record["tasks/seen"] for record in demo.metrics(tmp_path / "run") if record["step"] > 0]
+    assert seen == sorted(seen)
+    assert seen[2] > seen[0] > 0, "the third step knows the tasks of the first"

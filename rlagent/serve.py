@@ -104,10 +104,7 @@ async def serving(
     renderer = Renderer.load(model_dir, router.family)
     vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
     context = int(model["max_position_embeddings"])
-    if engine.kind == "sglang" and router.pause_mode == "in_place":
-        # With overlapped scheduling one token that the old weights sampled is told as of the new version.
-        args = ("--disable-overlap-schedule", *engine.sglang.args)
-        engine = engine.model_copy(update={"sglang": engine.sglang.model_copy(update={"args": args})})
+    engine = _with_flags(engine, router)
     if engine.kind == "embedded" or (engine.kind == "sglang" and on_cpu(engine)):
         context = min(context, engine.max_total_tokens)
     async with AsyncExitStack() as stack:
@@ -121,7 +118,8 @@ async def serving(
 
         pool, policies, keepers = await _engines(stack, store, router, engine, make_engine, buffer_path.parent / "logs")
         live = LiveSessions(store, ttl_s=router.session_ttl_s)
-        recorder = Recorder(store, Generator(pool, renderer.tokenizer), renderer, router, sampling, context)
+        generator = Generator(pool, renderer.tokenizer, record_experts=router.record_experts)
+        recorder = Recorder(store, generator, renderer, router, sampling, context)
         parts = Parts(
             config=router, buffer=store, live=live, pool=pool, policies=policies, recorder=recorder,
             tokenizer=renderer.tokenizer,
@@ -130,6 +128,18 @@ async def serving(
         await stack.enter_async_context(_beside(*(keep() for keep in keepers), _expire(parts), policies.follow()))
         yield url
         store.stop_leasing()  # a learner's long poll must not hold up the end; calls in flight may
+
+
+def _with_flags(engine: EngineConfig, router: RouterConfig) -> EngineConfig:
+    """The engines' settings with what the router's ask of SGLang servers that we start."""
+    flags: tuple[str, ...] = ()
+    if router.pause_mode == "in_place":
+        # With overlapped scheduling one token that the old weights sampled is told as of the new version.
+        flags += ("--disable-overlap-schedule",)
+    if router.record_experts:
+        flags += ("--enable-return-routed-experts",)
+    args = (*flags, *engine.sglang.args)
+    return engine.model_copy(update={"sglang": engine.sglang.model_copy(update={"args": args})})
 
 
 @asynccontextmanager

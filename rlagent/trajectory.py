@@ -22,6 +22,7 @@ from rlagent.types import (
     Choice,
     Delivery,
     Float32Array,
+    Int16Array,
     Int32Array,
     ParentRef,
     Session,
@@ -52,6 +53,7 @@ class _Segment:
     logprobs: Float32Array
     temperature: Float32Array
     versions: Int32Array
+    experts: Int16Array | None  # [k, layers * top_k] of the token before each
 
 
 def kept_calls(heads: Iterable[CallHead]) -> frozenset[str]:
@@ -157,7 +159,23 @@ def _segment(call: Call, choice: Choice) -> _Segment:
         logprobs=logprobs,
         temperature=temperature,
         versions=versions,
+        experts=choice.experts,
     )
+
+
+def _experts(pieces: Sequence[_Segment]) -> Int16Array | None:
+    """What the engine gave to each token of a path; None where nothing of it was recorded."""
+    width = next((piece.experts.shape[1] for piece in pieces if piece.experts is not None), None)
+    if width is None:
+        return None
+    unknown = np.full((sum(len(piece.token_ids) for piece in pieces) + 1, width), -1, np.int16)
+    start = 0
+    for piece in pieces:
+        end = start + len(piece.token_ids)
+        if piece.experts is not None:
+            unknown[start:end] = piece.experts
+        start = end
+    return unknown[1:]  # from the token before each to the token itself
 
 
 def _row(
@@ -187,4 +205,5 @@ def _row(
         group_id=session.group_id,
         reward=0.0 if session.reward is None else session.reward.total,
         truncated=leaf.choices[choice].finish_reason == "length",
+        experts=_experts(pieces),
     )

@@ -16,6 +16,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -67,6 +68,9 @@ class Choice:
 
     The stop token is the last of output_ids when finish_reason is "stop". `trainable` is false where the logprobs are
     not those of the unmasked policy (grammar, top_p < 1, top_k, temperature 0).
+
+    `experts` [k + n, layers * top_k] int16, of a mixture of experts whose routing is recorded: row i names the experts of the token
+    before the i-th of the call's k suffix ids and n output ids, the one that predicts it; -1 where they are not known.
     """
 
     output_ids: Int32Array
@@ -76,6 +80,7 @@ class Choice:
     matched_stop: int | str | None = None
     parse_status: ParseStatus = "text"
     trainable: bool = True
+    experts: Int16Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +172,8 @@ class Trajectory:
     loss_mask is True exactly on sampled tokens that this row owns: over all rows of a session, each sampled token of a
     delivered call is owned by exactly one row. logprobs, temperature and versions are 0, 1 and -1 where nothing was sampled;
     a sampled token that another row owns keeps its values and has mask False. turn is the index of the call along the
-    path (0, 1, ...), for prompt tokens the turn they lead to. `call_ids` [turns] names the call of each turn.
+    path (0, 1, ...), for prompt tokens the turn they lead to. `call_ids` [turns] names the call of each turn. `experts`
+    [T, layers * top_k] are those that the engine gave to each token, -1 where that is not known: at the last one it never is.
     """
 
     token_ids: Int32Array
@@ -181,6 +187,7 @@ class Trajectory:
     group_id: str | None
     reward: float
     truncated: bool = False  # the last call ended by length
+    experts: Int16Array | None = None  # where they were recorded
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -249,6 +256,7 @@ class Batch:
     returns: Float32Array | None = None  # [N], what the critic is to learn
     teacher_logprobs: Float32Array | None = None  # [N]; of learner.loss.name = "opd"
     version: int | None = None  # the policy version that the learner holds, where it is known
+    experts: Int16Array | None = None  # [N, layers * top_k], -1 where unknown; of engines whose routing is recorded
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from rlagent.errors import RouterError
 from rlagent.types import Group, Lease, Reward, Rollout, Trajectory
 
 CONTENT_TYPE: Final = "application/vnd.rlagent.lease+safetensors"
-FORMAT: Final = "rlagent-lease-2"
+FORMAT: Final = "rlagent-lease-3"
 # Every per-token array of a Trajectory, in its order, with its dtype. row_offsets [rows + 1] int64 cuts them into rows.
 ARRAYS: Final[Mapping[str, type[np.generic]]] = {
     "token_ids": np.int32,
@@ -32,6 +32,8 @@ ARRAYS: Final[Mapping[str, type[np.generic]]] = {
     "turn": np.int32,
 }
 _OFFSETS: Final = "row_offsets"
+# [tokens of the rows that have them, layers * top_k] int16: those rows' experts end to end.
+_EXPERTS: Final = "experts"
 _HEADER_SIZE_BYTES: Final = 8
 
 
@@ -44,6 +46,9 @@ def encode_lease(lease: Lease) -> bytes:
     for name, dtype in ARRAYS.items():
         pieces = [np.asarray(getattr(row, name), dtype) for row in rows]
         arrays[name] = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+    experts = [row.experts for row in rows if row.experts is not None]
+    if experts:
+        arrays[_EXPERTS] = np.concatenate(experts)
     header = {
         "lease_id": lease.lease_id,
         "step": lease.step,
@@ -63,8 +68,8 @@ def decode_lease(body: bytes) -> Lease:
             raise RouterError(
                 f"a lease of format {metadata.get('format')!r}, not {FORMAT!r}; use the same rlagent on both sides"
             )
-        pieces = _pieces(safetensors.numpy.load(body))
         header = orjson.loads(metadata["lease"])
+        pieces = _pieces(safetensors.numpy.load(body), _rows_with_experts(header))
         groups: list[Group] = []
         for group in header["groups"]:
             groups.append(_group(group, pieces))
@@ -76,15 +81,12 @@ def decode_lease(body: bytes) -> Lease:
             lags={int(version): int(lag) for version, lag in header["lags"]},
             groups=tuple(groups),
         )
-        if next(pieces, None) is not None:
-            raise RouterError("a lease with more rows than its header names")
     except (
         safetensors.SafetensorError,
         orjson.JSONDecodeError,
         KeyError,
         TypeError,
         ValueError,
-        StopIteration,
     ) as error:
         raise RouterError(
             f"not a lease ({type(error).__name__}: {error}); is the URL a router of this version?"
@@ -110,6 +112,7 @@ def _group_header(group: Group) -> dict[str, object]:
                         "group_id": row.group_id,
                         "reward": row.reward,
                         "truncated": row.truncated,
+                        "experts": row.experts is not None,
                     }
                     for row in rollout.rows
                 ],
@@ -127,7 +130,16 @@ def _metadata(body: bytes) -> Mapping[str, str]:
     return metadata
 
 
-def _pieces(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _rows_with_experts(header: Mapping[str, Any]) -> list[bool]:
+    """Of each row, whether its experts were recorded."""
+    return [
+        bool(row["experts"]) for group in header["groups"] for rollout in group["rollouts"] for row in rollout["rows"]
+    ]
+
+
+def _pieces(
+    arrays: Mapping[str, npt.NDArray[Any]], with_experts: Sequence[bool]
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
     """The arrays of each row in turn, after checking that they fit one another."""
     offsets = arrays[_OFFSETS]
     if (
@@ -142,8 +154,20 @@ def _pieces(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[dict[str, npt.ND
         if arrays[name].dtype != dtype or arrays[name].shape != (offsets[-1],):
             found = f"{arrays[name].dtype}{list(arrays[name].shape)}"
             raise ValueError(f"{name} is {found}, not {np.dtype(dtype)}[{offsets[-1]}]")
-    bounds = offsets.tolist()
-    return ({name: arrays[name][start:end] for name in ARRAYS} for start, end in pairwise(bounds))
+    pieces = [{name: arrays[name][start:end] for name in ARRAYS} for start, end in pairwise(offsets.tolist())]
+    if len(pieces) != len(with_experts):
+        raise ValueError(f"{len(with_experts)} rows in the header, {len(pieces)} in the arrays")
+    having = [piece for piece, given in zip(pieces, with_experts, strict=True) if given]
+    bounds = np.cumsum([0, *(len(piece["token_ids"]) for piece in having)]).tolist()
+    if having:
+        experts = arrays[_EXPERTS]
+        if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) != bounds[-1]:
+            raise ValueError(
+                f"{_EXPERTS} is {experts.dtype}{list(experts.shape)}, not int16[{bounds[-1]}, layers * top_k]"
+            )
+        for piece, (start, end) in zip(having, pairwise(bounds), strict=True):
+            piece[_EXPERTS] = experts[start:end]
+    return iter(pieces)
 
 
 def _group(header: Mapping[str, Any], pieces: Iterator[dict[str, npt.NDArray[Any]]]) -> Group:
@@ -181,4 +205,5 @@ def _row(header: Mapping[str, Any], piece: Mapping[str, npt.NDArray[Any]]) -> Tr
         group_id=header["group_id"],
         reward=header["reward"],
         truncated=header["truncated"],
+        experts=piece.get(_EXPERTS),
     )

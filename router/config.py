@@ -51,4 +51,9 @@ class RouterConfig(BaseModel):
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
         "abort", description="how engines pause for a publish; aborted calls are resumed with the tokens they have"
     )
+    record_experts: bool = Field(
+        False,
+        description="of a mixture of experts: engines tell which experts they gave to each token, for learner.replay_experts; an "
+        "attached SGLang server needs --enable-return-routed-experts",
+    )
     drain_s: float = Field(30.0, gt=0, description="how long finish and shutdown wait for calls in flight")

@@ -7,6 +7,7 @@ logprobs of one length, finite, inside the vocabulary, versions that are numbers
 from __future__ import annotations
 
 import asyncio
+import binascii
 import json
 import math
 from collections.abc import AsyncIterator, Mapping
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import aiohttp
+import numpy as np
 import orjson
 from yarl import URL
 
 from rlagent.errors import EngineError, RecordingError
-from rlagent.types import Int32Array, VersionSpan
+from rlagent.types import Int16Array, Int32Array, VersionSpan
 
 EngineState = Literal["starting", "ready", "down"]
 
@@ -58,12 +60,17 @@ class EngineOverflow(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What an engine has sampled so far of one request. `finish` is None until its end."""
+    """What an engine has sampled so far of one request. `finish` is None until its end.
+
+    experts [tokens, layers * top_k] are those of the tokens from the asked one on, the last id's apart, which never went
+    through the model; None where they were not asked for, or an engine that was stopped does not tell them.
+    """
 
     ids: list[int]
     logprobs: list[float]
     spans: tuple[VersionSpan, ...]
     finish: Mapping[str, Any] | None
+    experts: Int16Array | None = None
 
 
 class Engine:
@@ -99,19 +106,23 @@ class Engine:
         """Whether it is paused for a weight update."""
         return not self._going.is_set()
 
-    async def generate(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> Part:
-        """One completion, whole."""
-        async with self._generate(rid, ids, sampling, stream=False) as (response, version):
+    async def generate(
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, experts_from: int | None = None
+    ) -> Part:
+        """One completion, whole. experts_from: the first of all tokens whose experts are asked for."""
+        async with self._generate(rid, ids, sampling, experts_from, stream=False) as (response, version):
             found = self._loads(await response.read())
-        part = self._part(found, [], [])
+        part = self._part(found, [], [], ids, experts_from)
         self._check_prefix(found, part, version)
         return part
 
-    async def stream(self, rid: str, ids: Int32Array, sampling: Mapping[str, Any]) -> AsyncIterator[Part]:
-        """One completion as it grows; the last part has `finish`."""
+    async def stream(
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, experts_from: int | None = None
+    ) -> AsyncIterator[Part]:
+        """One completion as it grows; the last part has `finish`, and the experts."""
         seen_ids: list[int] = []
         seen_logprobs: list[float] = []
-        async with self._generate(rid, ids, sampling, stream=True) as (response, version):
+        async with self._generate(rid, ids, sampling, experts_from, stream=True) as (response, version):
             async for line in response.content:
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
@@ -119,7 +130,7 @@ class Engine:
                 found = self._loads(data)
                 if "error" in found:
                     raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
-                part = self._part(found, seen_ids, seen_logprobs)
+                part = self._part(found, seen_ids, seen_logprobs, ids, experts_from)
                 if not seen_ids:
                     self._check_prefix(found, part, version)
                 seen_ids, seen_logprobs = part.ids, part.logprobs
@@ -225,7 +236,7 @@ class Engine:
 
     @asynccontextmanager
     async def _generate(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, stream: bool
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], experts_from: int | None, *, stream: bool
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int | None]]:
         """The open answer, and the version that the engine held when it was asked."""
         if self.paused:
@@ -236,6 +247,8 @@ class Engine:
         body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream}
         if version is not None:
             body["extra_key"] = str(version)  # prefixes are shared within one version only
+        if experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {"content-type": "application/json"}
         try:
@@ -268,7 +281,9 @@ class Engine:
             raise EngineOverflow(words)
         raise EngineError(f"{self.url}/generate refused the request: {status} {words}")
 
-    def _part(self, found: Any, seen_ids: list[int], seen_logprobs: list[float]) -> Part:
+    def _part(
+        self, found: Any, seen_ids: list[int], seen_logprobs: list[float], prompt: Int32Array, experts_from: int | None
+    ) -> Part:
         """Check an answer. A streamed one holds all ids so far, or only the new ones: the count tells."""
         try:
             meta = found["meta_info"]
@@ -292,7 +307,25 @@ class Engine:
         if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
             raise RecordingError(f"{self.url}: an output id is outside the vocabulary of {self._vocabulary}")
         spans = spans if spans is not None else [{"version": version, "start": 0, "end": count}]
-        return Part(ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish)
+        experts = None
+        if experts_from is not None and finish is not None:
+            experts = self._experts(meta.get("routed_experts"), len(prompt) + count - 1 - experts_from)
+        return Part(ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish, experts=experts)
+
+    def _experts(self, told: Any, num_tokens: int) -> Int16Array | None:
+        """SGLang's form: base64 of int32, layers and top_k of each token in turn."""
+        if told is None or num_tokens <= 0:
+            return None
+        try:
+            flat = np.frombuffer(binascii.a2b_base64(told), np.int32)
+            found = flat.reshape(num_tokens, -1).astype(np.int16)
+        except (ValueError, TypeError) as error:
+            raise RecordingError(
+                f"{self.url}: its routed_experts are not those of {num_tokens} tokens: {error}"
+            ) from error
+        if not found.shape[1] or (found != flat.reshape(found.shape)).any():
+            raise RecordingError(f"{self.url}: its routed_experts hold what is no expert of {num_tokens} tokens")
+        return found
 
     def _check_prefix(self, found: Any, part: Part, version: int | None) -> None:
         """StalePrefix for a request that met a pause: it asked for prefixes of a version that was then no more in force."""

@@ -19,7 +19,7 @@ from rlagent.errors import EngineError
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.engine_client import Engine, EngineDown, Part, StalePrefix
 from rlagent.router.tokenizer import Tokenizer
-from rlagent.types import Choice, FinishReason, Int32Array, Sampling, VersionSpan
+from rlagent.types import Choice, FinishReason, Int16Array, Int32Array, Sampling, VersionSpan
 
 OnIds = Callable[[Sequence[int]], None]
 
@@ -38,8 +38,16 @@ class _Output:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    experts: list[Int16Array] = field(default_factory=list)
+
+    @property
+    def num_routed(self) -> int:
+        """Of how many tokens the experts are known."""
+        return sum(map(len, self.experts))
 
     def extend(self, part: Part) -> None:
+        if part.experts is not None and part.ids:  # of an abort within the prompt they are not whole
+            self.experts.append(part.experts)
         start = len(self.ids)
         self.ids += part.ids
         self.logprobs += part.logprobs
@@ -57,8 +65,20 @@ class _Output:
             if span.start < length
         ]
 
-    def choice(self, reason: FinishReason, matched: int | str | None, *, trainable: bool) -> Choice:
+    def choice(
+        self,
+        reason: FinishReason,
+        matched: int | str | None,
+        *,
+        trainable: bool,
+        num_prompt: int,
+        experts_from: int | None,
+    ) -> Choice:
+        experts = None
+        if self.experts and experts_from is not None:
+            experts = predictors(np.concatenate(self.experts), num_prompt + len(self.ids), experts_from)
         return Choice(
+            experts=experts,
             output_ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             versions=tuple(self.spans),
@@ -68,12 +88,24 @@ class _Output:
         )
 
 
-class Generator:
-    """Makes choices on a pool of engines."""
+def predictors(experts: Int16Array, num_tokens: int, experts_from: int) -> Int16Array:
+    """Experts of the tokens from max(experts_from, 0) on -> a row for each token from experts_from + 1 to the last of
+    `num_tokens`: the experts of the token before it. -1 where they are not known; the first token of all has none before it.
+    """
+    found = np.full((num_tokens - 1 - experts_from, experts.shape[1]), -1, np.int16)
+    first = max(0, -experts_from)
+    known = experts[: len(found) - first]
+    found[first : first + len(known)] = known
+    return found
 
-    def __init__(self, pool: Pool, tokenizer: Tokenizer) -> None:
+
+class Generator:
+    """Makes choices on a pool of engines. record_experts: engines are asked which experts they gave to each token."""
+
+    def __init__(self, pool: Pool, tokenizer: Tokenizer, *, record_experts: bool = False) -> None:
         self._pool = pool
         self._tokenizer = tokenizer
+        self._record_experts = record_experts
 
     async def choice(
         self,
@@ -83,28 +115,39 @@ class Generator:
         prompt: Int32Array,
         sampling: Sampling,
         *,
+        num_new: int,
         trainable: bool,
         schema: str | None = None,
         on_ids: OnIds | None = None,
     ) -> Choice:
         """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can.
 
+        num_new: ids at the end of the prompt that no recorded call holds; experts are recorded from the token before them on.
         schema: a JSON schema for the engine's grammar, which begins with the output: an aborted output is then sampled
         anew, and told at its end.
         """
         on_ids = on_ids if schema is None else None
+        experts_from = len(prompt) - num_new - 1 if self._record_experts else None
+
+        def made(reason: FinishReason, matched: int | str | None) -> Choice:
+            return output.choice(
+                reason, matched, trainable=trainable, num_prompt=len(prompt), experts_from=experts_from
+            )
+
         output = _Output()
         avoid: set[Engine] = set()
         failures = 0
         for attempt in range(MAX_RESUMES):
             if attempt and len(output.ids) >= sampling.max_tokens:
-                return output.choice("length", None, trainable=trainable)
+                return made("length", None)
             engine = await self._pick(session_id, group_id, avoid)
             ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
             params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
+            # Of what was sampled before an abort, the experts are those it was sampled with.
+            unknown = None if experts_from is None else max(0, experts_from) + output.num_routed
             engine.running += 1
             try:
-                part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids)
+                part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids, unknown)
             except StalePrefix:
                 continue
             finally:
@@ -119,7 +162,7 @@ class Generator:
             assert part.finish is not None
             ended = self._ended(output, part, sampling, resumed=attempt > 0)
             if ended is not None:
-                return output.choice(*ended, trainable=trainable)
+                return made(*ended)
             if schema is not None:
                 output = _Output()
             if not part.ids:
@@ -143,16 +186,17 @@ class Generator:
             return await self._pool.pick(session_id, group_id)
 
     async def _request(
-        self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None
-    ) -> Part | None:
+        self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None,
+        experts_from: int | None,
+    ) -> Part | None:  # fmt: skip
         """One request to its end; None when the engine broke off (what it had streamed is kept in `output`)."""
         part: Part | None = None
         versions: set[int] = set()
         try:
             if on_ids is None:
-                return await engine.generate(rid, ids, params)
+                return await engine.generate(rid, ids, params, experts_from=experts_from)
             seen = 0
-            async for part in engine.stream(rid, ids, params):
+            async for part in engine.stream(rid, ids, params, experts_from=experts_from):
                 on_ids(_without_stop(part)[seen:])
                 seen = len(part.ids)
                 versions.update(span.version for span in part.spans if part.finish is None)

@@ -306,6 +306,7 @@ class Recorder:
             live.session.group_id,
             prepared.plan.ids,
             sampling,
+            num_new=len(prepared.plan.suffix),
             trainable=trainable,
             schema=None if ask.grammar is None else ask.grammar.schema,
             on_ids=None if on_events is None else on_ids,

@@ -15,11 +15,11 @@ from rlagent.errors import LearnerError
 from rlagent.trainer.aggregation import AGGREGATIONS
 from rlagent.trainer.config import AdvantageConfig, LossConfig
 from rlagent.trainer.credit_rows import credit, token_rewards
-from rlagent.types import Batch, Float32Array, Group, Trajectory
+from rlagent.types import Batch, Group, Int16Array, Trajectory
 
 _TOKEN_FIELDS = ("token_ids", "position_ids", "loss_mask", "rollout_logprobs", "temperature", "advantages", "weight",
                  "versions")  # fmt: skip
-_OPTIONAL_TOKEN_FIELDS = ("rewards", "values", "returns", "teacher_logprobs")
+_OPTIONAL_TOKEN_FIELDS = ("rewards", "values", "returns", "teacher_logprobs", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def select(batch: Batch, rows: Sequence[int]) -> Batch:
     )
 
 
-def _at(values: Float32Array | None, tokens: npt.NDArray[np.int64]) -> Float32Array | None:
+def _at(values: npt.NDArray[Any] | None, tokens: npt.NDArray[np.int64]) -> npt.NDArray[Any] | None:
     return None if values is None else values[tokens]
 
 
@@ -141,4 +141,17 @@ def _concatenate(
         versions=join([row.versions for row in rows], np.int32).astype(np.int32, copy=False),
         rollout_index=np.asarray(owners, dtype=np.int32),
         num_sampled=int(mask.sum()),
+        experts=_experts(rows),
     )
+
+
+def _experts(rows: Sequence[Trajectory]) -> Int16Array | None:
+    """Of all rows, -1 where a row has none; None where no row has any."""
+    widths = {row.experts.shape[1] for row in rows if row.experts is not None}
+    if not widths:
+        return None
+    if len(widths) > 1:
+        raise LearnerError(f"rows hold {sorted(widths)} expert ids a token: they are of engines of different models")
+    (width,) = widths
+    unknown = [np.full((len(row), width), -1, np.int16) if row.experts is None else row.experts for row in rows]
+    return np.concatenate(unknown)

@@ -242,6 +242,9 @@ class LearnerConfig(_Part):
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = Field(1, ge=1, description="torch threads of each rank on the CPU")
     recompute: Literal["none", "full"] = "none"
+    replay_experts: bool = Field(
+        True, description="experts that router.record_experts has recorded are taken as the engine chose them (R3)"
+    )
     old_logprobs: Literal["recompute", "rollout"] = Field("recompute", description="the proximal policy's logprobs")
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

@@ -35,6 +35,7 @@ from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
 from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
+from rlagent.trainer.routing import replayable, routing_metrics
 from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
 from rlagent.trainer.weight_map import Rule
 from rlagent.types import Batch, Float32Array
@@ -146,7 +147,7 @@ class Learner:
         cannot be used.
         """
         started = time.perf_counter()
-        check_batch(batch, self.arch.vocab_size)
+        batch = self._checked(batch)
         updates = self.config.batch.updates
         batch = self._credited(batch)
         parts = split(batch, updates, self.config.loss) if updates > 1 else [batch]
@@ -168,6 +169,7 @@ class Learner:
             self.reference.refresh(self.model.module, self.num_steps)
         return {
             **value_metrics,
+            **routing_metrics(batch),
             **reduce(sum_stats(stats, self.plan), batch.num_sampled),
             "policy/grad_norm": float(np.mean(norms)),
             "policy/lr": rate,
@@ -177,6 +179,11 @@ class Learner:
             "learner/score_s": scored - started,
             "learner/update_s": time.perf_counter() - scored,
         }
+
+    def _checked(self, batch: Batch) -> Batch:
+        """The batch, with the routing to replay. LearnerError for what cannot be scored."""
+        check_batch(batch, self.arch.vocab_size)
+        return replayable(batch, self.arch, replay=self.config.replay_experts)
 
     def _credited(self, batch: Batch) -> Batch:
         """The batch with the advantages that are made of scores, and the critic's part of it."""
@@ -217,7 +224,7 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Float32Array:
         """The current policy's logprobs [N] of the sampled tokens, 0 elsewhere; the same on all ranks."""
-        check_batch(batch, self.arch.vocab_size)
+        batch = self._checked(batch)
         microbatches = self._microbatches(batch)
         return self._whole(batch, microbatches, score_all(self.model, microbatches, self.plan))
 

@@ -19,7 +19,7 @@ from rlagent.errors import LearnerError
 from rlagent.trainer.model.packing import PackedRows, local_tokens, pack_rows
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.streams import PerToken, TokenIndex, TokenMask
-from rlagent.types import Batch, Int64Array
+from rlagent.types import Batch, Int16Array, Int64Array
 
 IGNORED: Final = -100
 """The target of the token scored where there is none to score: linear_logprob answers 0 for it, without a gradient."""
@@ -108,10 +108,13 @@ def make_microbatch(
     def put(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
+    rows_layout = pack_rows(bounds.astype(np.int32), positions[own], inverse_frequencies, context=context, dtype=dtype)
+    if batch.experts is not None:
+        rows_layout.experts = put(_experts(batch.experts, index, own, num_padding, plan))
     return Microbatch(
         token_ids=put(tokens[own].astype(np.int64))[None],
         position_ids=put(positions[own].astype(np.int64))[None],
-        rows=pack_rows(bounds.astype(np.int32), positions[own], inverse_frequencies, context=context, dtype=dtype),
+        rows=rows_layout,
         predictors=put(predictors),
         targets=put(target_ids.astype(np.int64)),
         temperature=put(temperature),
@@ -120,6 +123,16 @@ def make_microbatch(
         streams=_streams(batch, rows, index, scored, lengths, device),
         origin=index[scored],
     )
+
+
+def _experts(
+    recorded: Int16Array, index: Int64Array, own: Int64Array, num_padding: int, plan: ParallelPlan
+) -> Int16Array:
+    """Of the tokens that this rank routes: its own of the stream, of which sequence parallelism leaves it a part."""
+    found = np.concatenate((recorded[index], np.full((num_padding, recorded.shape[1]), -1, np.int16)))[own]
+    if plan.config.sequence:
+        found = np.split(found, plan.config.tensor)[plan.tensor_rank]
+    return found
 
 
 def _own_scores(scored: Int64Array, own: Int64Array, num_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -7,6 +7,7 @@ plane, because the high bytes of token ids are mostly alike. Invariant: unpackin
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,6 +18,8 @@ import zstandard
 
 _RAW: Final = b"\x00"
 _ZSTD: Final = b"\x01"
+_NARROW: Final = b"\x01"
+_WIDE: Final = b"\x02"
 # Below this zstd's frame and the time to make it cost more than they save.
 MIN_COMPRESSED_BYTES: Final = 256
 # Level 1: a call's blob is made between the engine's last token and the agent's terminal event.
@@ -51,6 +54,23 @@ def pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     """All arrays (4-byte dtypes, any lengths) in one blob; the reader knows lengths and dtypes."""
     body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
     return pack(np.frombuffer(body, np.uint8).reshape(-1, 4).T.tobytes())
+
+
+def pack_small(arrays: Sequence[npt.NDArray[np.int16]]) -> bytes:
+    """Arrays of small numbers, each -1 or above, in one blob: a byte each where all are below 255, else two."""
+    flat = np.concatenate([np.zeros(0, np.int16), *(array.ravel() for array in arrays)]) + 1
+    wide = bool(len(flat)) and int(flat.max()) > np.iinfo(np.uint8).max
+    return pack((_WIDE if wide else _NARROW) + flat.astype(np.uint16 if wide else np.uint8).tobytes())
+
+
+def unpack_small(blob: bytes, shapes: Sequence[tuple[int, ...]]) -> list[npt.NDArray[np.int16]]:
+    """The inverse of pack_small, given the arrays' shapes."""
+    body = unpack(blob)
+    flat = np.frombuffer(body, np.uint16 if body[:1] == _WIDE else np.uint8, offset=1).astype(np.int16) - np.int16(1)
+    sizes = [math.prod(shape) for shape in shapes]
+    assert sum(sizes) == len(flat), f"a call's experts hold {len(flat)} numbers, its head names {sum(sizes)}"
+    pieces = np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def unpack_arrays(blob: bytes, layout: Sequence[tuple[type[np.generic], int]]) -> list[npt.NDArray[Any]]:

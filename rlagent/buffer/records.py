@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from rlagent.buffer.blobs import pack, pack_arrays, unpack, unpack_arrays
+from rlagent.buffer.blobs import pack, pack_arrays, pack_small, unpack, unpack_arrays, unpack_small
 from rlagent.buffer.database import Row, Value
 from rlagent.errors import RequestError, StoreError
 from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
@@ -24,7 +24,7 @@ SESSION_COLUMNS: Final = (
 )
 CALL_COLUMNS: Final = (
     "call_id, session_id, position, parent_id, parent_choice, prompt_digest, "
-    "delivery, head, arrays, messages, served, client"
+    "delivery, head, arrays, experts, messages, served, client"
 )
 _SAMPLING: Final = tuple(field.name for field in fields(Sampling))
 
@@ -133,6 +133,7 @@ def encode_call(call: Call) -> tuple[Value, ...]:
         call.delivery,
         _dumps(head, "call"),
         pack_arrays(arrays),
+        pack_small([choice.experts for choice in call.choices if choice.experts is not None]),
         pack(call.messages),
         pack(call.served),
         pack(call.client),
@@ -146,6 +147,7 @@ def decode_call(row: Row) -> Call:
     for choice in head["choices"]:
         layout += [(np.int32, choice["length"]), (np.float32, choice["length"])]
     arrays = unpack_arrays(row[8], layout)
+    experts = iter(unpack_small(row[9], [choice["experts"] for choice in head["choices"] if choice["experts"]]))
     choices = tuple(
         Choice(
             output_ids=arrays[1 + 2 * i],
@@ -155,6 +157,7 @@ def decode_call(row: Row) -> Call:
             matched_stop=choice["matched_stop"],
             parse_status=choice["parse_status"],
             trainable=choice["trainable"],
+            experts=next(experts) if choice["experts"] else None,
         )
         for i, choice in enumerate(head["choices"])
     )
@@ -173,9 +176,9 @@ def decode_call(row: Row) -> Call:
         prompt_len=head["prompt_len"],
         choices=choices,
         sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}),
-        messages=unpack(row[9]),
-        served=unpack(row[10]),
-        client=unpack(row[11]),
+        messages=unpack(row[10]),
+        served=unpack(row[11]),
+        client=unpack(row[12]),
         started_at=head["started_at"],
         finished_at=head["finished_at"],
         body_digest=head["body_digest"],
@@ -187,6 +190,11 @@ def _check_choice(call: Call, choice: Choice) -> None:
     length = len(choice.output_ids)
     if len(choice.logprobs) != length or not np.isfinite(choice.logprobs).all():
         raise StoreError(f"call {call.call_id}: {length} ids need as many finite logprobs, not {choice.logprobs}")
+    if choice.experts is not None and len(choice.experts) != len(call.prompt_suffix) + length:
+        raise StoreError(
+            f"call {call.call_id}: {len(choice.experts)} rows of experts are not those of {len(call.prompt_suffix)} prompt ids and "
+            f"{length} sampled ones"
+        )
     end = 0
     for span in choice.versions:
         if span.start != end or span.end < span.start:
@@ -204,6 +212,7 @@ def _choice_head(choice: Choice) -> dict[str, object]:
         "matched_stop": choice.matched_stop,
         "parse_status": choice.parse_status,
         "trainable": choice.trainable,
+        "experts": None if choice.experts is None else choice.experts.shape,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Final
 from rlagent.buffer.database import Connection, Database
 from rlagent.errors import StoreError
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -57,6 +57,7 @@ TABLES: Final = (
         delivery TEXT NOT NULL,
         head TEXT NOT NULL,
         arrays BYTEA NOT NULL,
+        experts BYTEA NOT NULL,
         messages BYTEA NOT NULL,
         served BYTEA NOT NULL,
         client BYTEA NOT NULL,

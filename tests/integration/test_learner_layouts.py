@@ -70,7 +70,7 @@ def check(layouts: list[Layout], world: int, directory: Path, *, family: str, ti
             found = torch.load(directory / f"{name}.pt", weights_only=False)
             learner.load(directory / f"checkpoint-{name}")
             assert difference(exported(learner), found["weights"][0], initial) == 0, name
-            learner.train_step(layout_batch())
+            learner.train_step(layout_batch(model_dir))
             assert difference(exported(learner), found["weights"][1], initial) < 2e-5, name
     for layout in layouts:
         name = layout_name(layout)

@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learner_gradients import WHOLE, assert_same, config, gradients, oracle_gradients
 from tiny_models import LENGTHS, make_batch, make_learner, make_model, oracle_logprobs, permuted
-from torch import Tensor
 
 from rlagent.errors import LearnerError, LoadError
 from rlagent.trainer.config import BatchConfig, LearnerConfig, LossConfig, OptimizerConfig
 from rlagent.trainer.learner import Learner
-from rlagent.trainer.weight_map import Rule, join
-from rlagent.trainer.weights import local_parameters
-from rlagent.types import Batch
 
-WHOLE = 4096  # tokens: one microbatch
 LONGEST = max(LENGTHS)
-STILL = OptimizerConfig(lr=1e-30, clip_grad=0)  # leaves weights and gradients as they are
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +33,10 @@ def learner(model_dir: Path) -> Iterator[Learner]:
         yield made
 
 
-def config(tokens: int = WHOLE, **changes: Any) -> LearnerConfig:
-    return LearnerConfig(
-        device="cpu", batch=BatchConfig(tokens=tokens, updates=changes.pop("updates", 1)), optimizer=STILL, **changes
-    )
-
-
 def retuned(learner: Learner, **changes: Any) -> Learner:
     """The same learner under other settings of the loss or the batch (nothing of them is kept between steps)."""
     learner.config = config(**changes)
     return learner
-
-
-def gradients(learner: Learner, batch: Batch) -> dict[str, Tensor]:
-    """The step's gradients under transformers' names."""
-    learner.train_step(batch)
-    found = {}
-    local: dict[Rule, Any] = local_parameters(learner.model.module, learner.arch, learner.plan)
-    for rule, parameter in local.items():
-        found |= dict(zip(rule.hf, (x.clone() for x in join(learner.arch, rule, [parameter.main_grad])), strict=True))
-    return found
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        difference = (found[name] - tensor).abs().max() / tensor.abs().max()
-        assert difference <= tolerance, f"{name}: {difference}"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
@@ -79,20 +51,6 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, ti
         loss = -(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert_same(gradients(learner, batch), oracle_gradients(model))
-
-
-def oracle_gradients(model: Any) -> dict[str, Tensor]:
-    """By the names of checkpoints, in which each expert has its own tensors: in memory transformers keeps all of a layer in one."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        layer, stacked, kind = name.partition("mlp.experts.")
-        for expert, grad in enumerate(parameter.grad if stacked else ()):
-            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-            pieces = zip(parts, grad.chunk(len(parts)), strict=True)
-            found |= {f"{layer}mlp.experts.{expert}.{part}.weight": piece for part, piece in pieces}
-        if not stacked:
-            found[name] = parameter.grad
-    return found
 
 
 def test_gates_that_are_not_scaled_to_sum_to_one_are_transformers(tmp_path: Path) -> None:

@@ -43,8 +43,20 @@ def choices(draw: st.DrawFn) -> Choice:
 
 
 @st.composite
+def routed(draw: st.DrawFn, choice: Choice, num_suffix: int) -> Choice:
+    """The choice with experts of a narrow or a wide mixture, or without any."""
+    if draw(st.booleans()):
+        return choice
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    shape = (num_suffix + len(choice.output_ids), draw(st.integers(1, 3)))
+    return replace(choice, experts=rng.integers(-1, draw(st.sampled_from((4, 254, 255, 400))), shape, np.int16))
+
+
+@st.composite
 def calls(draw: st.DrawFn) -> Call:
     parent = draw(st.none() | st.builds(ParentRef, call_id=st.text(), choice=st.integers(0, 3)))
+    suffix = np.array(draw(IDS), np.int32)
+    drawn = draw(st.lists(choices(), max_size=3))
     return Call(
         call_id="c",
         session_id="s",
@@ -54,9 +66,9 @@ def calls(draw: st.DrawFn) -> Call:
         parent=parent,
         origin="fresh" if parent is None else "extended",
         reason=draw(st.text()),
-        prompt_suffix=np.array(draw(IDS), np.int32),
+        prompt_suffix=suffix,
         prompt_len=draw(st.integers(0, 10**6)),
-        choices=tuple(draw(st.lists(choices(), max_size=3))),
+        choices=tuple(draw(routed(choice, len(suffix))) for choice in drawn),
         sampling=Sampling(
             stop=tuple(draw(st.lists(st.text(), max_size=2))), seed=draw(st.none() | st.integers(0, 2**31))
         ),
@@ -76,7 +88,12 @@ def plain(call: Call) -> object:
         replace(call, prompt_suffix=np.zeros(0, np.int32), choices=()),
         call.prompt_suffix.tobytes(),
         [
-            (replace(c, output_ids=None, logprobs=None), c.output_ids.tobytes(), c.logprobs.tobytes())
+            (
+                replace(c, output_ids=None, logprobs=None, experts=None),
+                c.output_ids.tobytes(),
+                c.logprobs.tobytes(),
+                None if c.experts is None else (c.experts.dtype, c.experts.tolist()),
+            )
             for c in call.choices
         ],
     )

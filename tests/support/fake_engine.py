@@ -6,11 +6,13 @@ A script is a function of the request to a Reply; what the router sent is kept i
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 from aiohttp import web
 
@@ -46,6 +48,7 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         self.healthy = True
         self.grammar_backend: str | None = None
+        self.tells_experts = False  # of each token [its position, its request], where they are asked for
         self.pausing = asyncio.Event()  # set when a pause has come in
         self.hold_pause: asyncio.Event | None = None
         self.num_running = 0
@@ -62,13 +65,13 @@ class FakeEngine:
             if reply.status != 200:
                 return web.json_response({"error": {"message": "scripted failure"}}, status=reply.status)
             if body["stream"]:
-                return await self._stream(request, reply)
+                return await self._stream(request, reply, body)
             if reply.hold is not None:
                 await reply.hold.wait()
             if reply.drop:
                 assert request.transport is not None
                 request.transport.abort()
-            return web.json_response(self._answer(reply, len(reply.ids), last=True))
+            return web.json_response(self._answer(reply, len(reply.ids), body, last=True))
         except asyncio.CancelledError:
             self.aborted.set()
             raise
@@ -77,7 +80,7 @@ class FakeEngine:
             if self.num_running == 0:
                 self.idle.set()
 
-    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, reply: Reply, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for count in range(1, len(reply.ids) + 1):
@@ -88,11 +91,11 @@ class FakeEngine:
                 request.transport.abort()
                 return response
             last = count == len(reply.ids)
-            await response.write(b"data: " + orjson.dumps(self._answer(reply, count, last=last)) + b"\n\n")
+            await response.write(b"data: " + orjson.dumps(self._answer(reply, count, body, last=last)) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _answer(self, reply: Reply, count: int, *, last: bool) -> dict[str, Any]:
+    def _answer(self, reply: Reply, count: int, body: dict[str, Any], *, last: bool) -> dict[str, Any]:
         logprobs = reply.logprobs if reply.logprobs is not None else [reply.logprob] * len(reply.ids)
         meta: dict[str, Any] = {
             "id": "x",
@@ -105,6 +108,10 @@ class FakeEngine:
             ],
         }
         if last:
+            if self.tells_experts and body.get("return_routed_experts"):
+                fed = np.arange(body["routed_experts_start_len"], len(body["input_ids"]) + count - 1, dtype=np.int32)
+                told = np.stack((fed, np.full_like(fed, self.requests.index(body))), axis=1)
+                meta["routed_experts"] = base64.b64encode(told.tobytes()).decode()
             meta["weight_versions"] = reply.spans or [{"version": self.version, "start": 0, "end": count}]
         return {"text": "", "output_ids": list(reply.ids[:count]), "meta_info": meta}
 

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny_models import VOCAB, make_batch
+from tiny_models import VOCAB, make_batch, with_experts
 
 from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
+from rlagent.trainer.model.architecture import read_architecture
 from rlagent.types import Batch
 
 STRAIGHT = OptimizerConfig(lr=3e3, eps=1e3, clip_grad=2.5)
@@ -27,15 +28,15 @@ def layout_name(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sorted(layout.items())) or "one"
 
 
-def layout_batch() -> Batch:
-    """The batch that every layout trains on; its last microbatch has no sampled token."""
+def layout_batch(model_dir: Path) -> Batch:
+    """The batch that every layout trains on; its last microbatch has no sampled token. Of a mixture some routing is recorded."""
     batch = make_batch(lengths=LENGTHS, vocab=VOCAB)
     batch.loss_mask[-24:] = False
-    return batch
+    return with_experts(batch) if read_architecture(model_dir).experts else batch
 
 
 def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
-    batch = layout_batch()
+    batch = layout_batch(model_dir)
     learner = Learner(
         CONFIG,
         ParallelConfig(**layout),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ LLAMA3_ROPE = {
 
 
 # Four experts, of which each token is given two; the middle one of three layers is dense.
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -97,6 +98,15 @@ def make_batch(*, lengths: Sequence[int] = LENGTHS, seed: int = 0, vocab: int = 
         "num_sampled": int(mask.sum()),
     }
     return Batch(**{**fields, **changes})
+
+
+def with_experts(batch: Batch, *, unknown: float = 0.3, seed: int = 5) -> Batch:
+    """Random experts of EXPERTS for every token of three layers, but for some tokens none."""
+    rng = np.random.default_rng(seed)
+    count, top_k = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+    ids = rng.permuted(np.tile(np.arange(count), (batch.num_tokens, 3, 1)), axis=-1)[..., :top_k]
+    ids[rng.random(batch.num_tokens) < unknown] = -1
+    return replace(batch, experts=ids.reshape(batch.num_tokens, -1).astype(np.int16))
 
 
 def permuted(batch: Batch, order: Sequence[int]) -> Batch:

@@ -32,6 +32,7 @@ def rows(draw: st.DrawFn) -> Trajectory:
         group_id=draw(st.none() | st.text(max_size=3)),
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         truncated=draw(st.booleans()),
+        experts=draw(st.sampled_from((None, seed.integers(-1, 9, (length, 4)).astype(np.int16)))),
     )
 
 
@@ -138,8 +139,8 @@ def cut_rows(number: int) -> Callable[[dict[str, np.ndarray], dict[str, str]], N
         (lambda _, metadata: metadata.update(lease="[]"), "not a lease"),
         (lambda _, metadata: metadata.update(lease="{"), "not a lease"),
         (lambda _, metadata: metadata.pop("lease"), "KeyError: 'lease'"),
-        (cut_rows(1), "more rows than its header names"),
-        (cut_rows(3), "StopIteration"),
+        (cut_rows(1), "1 rows in the header, 2 in the arrays"),
+        (cut_rows(3), "3 rows in the header, 2 in the arrays"),
     ],
 )
 def test_a_body_that_does_not_fit_is_refused(

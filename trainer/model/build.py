@@ -26,6 +26,7 @@ from rlagent.trainer.model.megatron import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from rlagent.trainer.model.norm import RMSNorm
+from rlagent.trainer.model.replay import ReplayedRouting, RoutedLayer
 from rlagent.trainer.model.swiglu import SwiGlu
 
 
@@ -175,11 +176,15 @@ def layer_spec(arch: Architecture, *, te: bool, experts: bool = False) -> tuple[
 
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
-        if not experts:
+        if experts:
+            spec.module = RoutedLayer
+        else:
             spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
         return spec, TENorm
     spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
-    if not experts:
+    if experts:
+        spec.module = RoutedLayer
+    else:
         spec.submodules.mlp.params["ffn_hidden_size"] = arch.ffn_size
     if arch.experts is None:
         spec.submodules.mlp.submodules.activation_func = SwiGlu
@@ -222,6 +227,9 @@ def build_model(
         position_embedding_type="none",
     )
     model.architecture = arch
+    for number, layer in zip(layers, model.decoder.layers, strict=True):
+        if arch.has_experts(number):
+            layer.mlp.router.router_replay = ReplayedRouting(number)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             # Megatron sums its gradient over the ranks that hold the same expert, also where those are tensor-parallel ranks.

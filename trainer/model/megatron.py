@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer import MegatronModule, TransformerConfig
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rlagent.trainer.model import cpu
 
@@ -48,6 +49,7 @@ __all__ = [
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

@@ -110,7 +110,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """What megatron hands unchanged to every attention: its own packed parameters plus our layout and rotary tables.
 
     cos and sin are [t, 1, head_size] for the rank's t tokens. `place` [t] is the index of each token in the padded
-    stream.
+    stream. `experts` [t, layers * top_k] int16 are those to replay (-1: the router's own); under sequence parallelism of the tokens
+    that this rank routes.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -118,6 +119,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     segments: tuple[Segment, ...] = ()
     cos: Tensor | None = None
     sin: Tensor | None = None
+    experts: Tensor | None = None
 
 
 def pack_rows(

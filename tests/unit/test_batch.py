@@ -34,7 +34,7 @@ def packed(groups: list[Group], aggregation: str = "token_mean", limit: int = 10
     return pack(groups, advantage=AdvantageConfig(name="dr_grpo"), loss=loss(aggregation), max_row_tokens=limit)
 
 
-UNSET = ("rewards", "values", "returns", "teacher_logprobs", "version")
+UNSET = ("rewards", "values", "returns", "teacher_logprobs", "version", "experts")
 
 
 def test_every_field_of_a_packed_batch() -> None:
@@ -57,6 +57,21 @@ def test_every_field_of_a_packed_batch() -> None:
     )
     floats = dict.fromkeys(("rollout_logprobs", "temperature", "advantages", "weight"), "float32")
     assert types == {**integers, **floats, "loss_mask": "bool"}
+
+
+def test_rows_without_recorded_experts_have_unknown_ones_beside_those_that_have() -> None:
+    first, second = group([1.0, 0.0], rows=MASKS).rollouts
+    known = replace(first.rows[0], experts=np.arange(8, dtype=np.int16).reshape(4, 2))
+    rollouts = (replace(first, rows=(known, *first.rows[1:])), second)
+    mixed = replace(group([1.0, 0.0], rows=MASKS), rollouts=rollouts)
+    batch = packed([mixed]).batch
+    assert batch.experts is not None
+    assert batch.experts.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], *[[-1, -1]] * 5]
+    assert select(batch, [2, 0]).experts.tolist() == [*[[-1, -1]] * 3, [0, 1], [2, 3], [4, 5], [6, 7]]
+    other = replace(second.rows[0], experts=np.zeros((3, 4), np.int16))
+    differing = replace(mixed, rollouts=(rollouts[0], replace(second, rows=(other,))))
+    with pytest.raises(LearnerError, match="different models"):
+        packed([differing])
 
 
 @pytest.mark.parametrize("aggregation", EXPECTED)

@@ -67,26 +67,18 @@ def is_open(tx: Transaction, session_id: str, epoch: int) -> bool:
 
 def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch: int) -> None:
     """A call of an open session, whose parent is recorded and whose prompt length adds up. MovedError: another epoch."""
-    found = tx.row(f"SELECT state, epoch FROM sessions WHERE session_id = ?{tx.for_update}", call.session_id)
-    if found is None or found[0] != "open":
-        _need_open(tx, call.session_id)  # says why it takes no call
-    elif epoch != found[1]:
+    held, parent = _need_open_for(tx, call)
+    if epoch != held:
         raise MovedError(
             f"session {call.session_id!r} was taken over while call {call.call_id} was made; send it again"
         )
     length = len(call.prompt_suffix)
     if call.parent is not None:
-        found = tx.row(
-            "SELECT head FROM calls WHERE call_id = ? AND session_id = ? AND position < ?",
-            call.parent.call_id,
-            call.session_id,
-            call.index,
-        )
-        if found is None:
+        if parent is None:
             raise StoreError(
                 f"call {call.call_id}: its parent {call.parent.call_id} is not an earlier call of this session"
             )
-        head = orjson.loads(found[0])
+        head = orjson.loads(parent)
         if not 0 <= call.parent.choice < len(head["choices"]):
             raise StoreError(
                 f"call {call.call_id}: its parent has {len(head['choices'])} choices, not number {call.parent.choice}"
@@ -264,13 +256,32 @@ def _need(tx: Transaction, session_id: str) -> tuple[Session, int]:
     return session, epoch
 
 
+def _need_open_for(tx: Transaction, call: Call) -> tuple[int, str | None]:
+    """The epoch of a call's open session, and its parent's head: one trip for what every call needs."""
+    parent = "SELECT head FROM calls WHERE call_id = ? AND session_id = ? AND position < ?"
+    row = tx.row(
+        f"SELECT state, status, epoch, ({parent}) FROM sessions WHERE session_id = ?{tx.for_update}",
+        None if call.parent is None else call.parent.call_id,
+        call.session_id,
+        call.index,
+        call.session_id,
+    )
+    if row is None:
+        raise NotFoundError(f"there is no session {call.session_id!r}")
+    state, status, epoch, head = row
+    _check_open(call.session_id, state, status)
+    return epoch, head
+
+
 def _need_open(tx: Transaction, session_id: str) -> tuple[Session, int]:
     session, epoch = _need(tx, session_id)
-    if session.state != "open":
-        raise ConflictError(
-            f"session {session_id!r} is {session.state} ({session.status}) and takes nothing more; use a new session"
-        )
+    _check_open(session_id, session.state, session.status)
     return session, epoch
+
+
+def _check_open(session_id: str, state: str, status: str) -> None:
+    if state != "open":
+        raise ConflictError(f"session {session_id!r} is {state} ({status}) and takes nothing more; use a new session")
 
 
 def _need_calls(tx: Transaction, session_id: str, reward: Reward) -> None:

@@ -28,7 +28,9 @@ EngineState = Literal["starting", "ready", "down"]
 # A control call answers at once; a disk load of weights reads the whole model.
 CONTROL_TIMEOUT_S: Final = 30.0
 LOAD_TIMEOUT_S: Final = 600.0
-HEALTH_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0
+# A paused engine may be reading half a gigabyte of weights inline; one whose process is gone refuses at once.
+PAUSED_TIMEOUT_S: Final = 30.0
 # /health_generate answers once the engine has sampled something, and by itself after 20 s if it has not (SGLang's own limit).
 GENERATE_TIMEOUT_S: Final = 25.0
 # What was aborted or retracted frees its cache within a step; so long a flush waits for that.
@@ -89,7 +91,7 @@ class Engine:
         self._generate_url = URL(f"{self.url}/generate")
         self._http = http
         self._vocabulary = vocabulary
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=HEALTH_TIMEOUT_S)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
 
     def renew(self) -> None:
         """A new process: what it holds is asked for again."""
@@ -208,7 +210,7 @@ class Engine:
                 return True
             if num_pauses == self._num_pauses:
                 return False
-        return await self._answers("/model_info", HEALTH_TIMEOUT_S)
+        return await self._answers("/model_info", PAUSED_TIMEOUT_S)
 
     async def _answers(self, path: str, timeout_s: float) -> bool:
         try:

@@ -39,7 +39,7 @@ class _Items:
 
     def __init__(self, call_id: str, ask: Ask) -> None:
         self._call_id = call_id
-        self.namespaces = namespaces(ask.echo["tools"])
+        self.namespaces = namespaces(ask.echo.get("tools", ()))
         self.kind: _Kind | None = None  # of the open item
         self.item_id = ""
         self.text = ""

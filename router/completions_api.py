@@ -91,7 +91,7 @@ class CompletionsApi:
         live = await self._session(request)
         with live.answering():
             ask = parse_prompt(await request.read())
-            return _json({"input_tokens": self._recorder.num_prompt_tokens(live, ask)})
+            return _json({"input_tokens": await self._recorder.num_prompt_tokens(live, ask)})
 
     async def response(self, request: web.Request) -> web.Response:
         """GET /v1/responses/{response_id}: a recorded answer, as it was given."""

@@ -39,8 +39,8 @@ class Flight:
 
     call_id: str
     started_at: float
-    prompt_len: int
-    future: asyncio.Future[Call]
+    future: asyncio.Future[Call] = field(init=False)
+    prompt_len: int = 0  # once it is known: before anything is sampled
     waiters: int = 0
 
 

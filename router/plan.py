@@ -7,9 +7,9 @@ sampled turns is, character for character, what the template gives today; whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Int32Array, Origin
 
 Reasoning = Literal["template", "all"]
+_Found = TypeVar("_Found")
+# Planning hands out the texts that it needs as ids, one at a time, so that its caller decides where they are tokenised.
+Steps = Generator[str, list[int], _Found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +42,48 @@ class Plan:
 
 def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning) -> Plan:
     """The prompt of a request. TemplateError when the template refuses the conversation."""
+    steps = _planning(forest, renderer, conversation, root, reasoning)
+    try:
+        text = next(steps)
+        while True:
+            text = steps.send(renderer.tokenizer.encode(text))
+    except StopIteration as ended:
+        return _planned(ended)
+
+
+async def plan_beside(
+    forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning
+) -> Plan:
+    """The same, long texts tokenised beside the event loop. The forest may grow meanwhile."""
+    steps = _planning(forest, renderer, conversation, root, reasoning)
+    try:
+        text = next(steps)
+        while True:
+            text = steps.send(await renderer.tokenizer.encode_beside(text))
+    except StopIteration as ended:
+        return _planned(ended)
+
+
+def _planned(ended: StopIteration) -> Plan:
+    assert isinstance(ended.value, Plan)
+    return ended.value
+
+
+def _planning(
+    forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning
+) -> Steps[Plan]:
     if conversation.prompt is not None:
         return _plan_raw(forest, renderer.tokenizer, conversation.prompt, root)
     messages = conversation.messages
     found = forest.match(messages, history_digests(messages), root)
     reason = found.reason
     if found.node is not None:
-        extended = _extend(found.node, renderer, conversation, reasoning)
+        extended = yield from _extend(found.node, renderer, conversation, reasoning)
         if isinstance(extended, Plan):
             return extended
         reason = extended
     text, segment = renderer.fresh(conversation)
-    ids = np.array(renderer.tokenizer.encode(text), np.int32)
+    ids = np.array((yield text), np.int32)
     return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment=segment, new=messages)
 
 
@@ -78,7 +111,7 @@ def _plan_raw(forest: Forest, tokenizer: Tokenizer, prompt: RawPrompt, root: Roo
     return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment="", new=new)
 
 
-def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasoning: Reasoning) -> Plan | str:
+def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasoning: Reasoning) -> Steps[Plan | str]:
     """The plan behind `node`, or why there is none."""
     chain = node.chain
     messages = list(conversation.messages)
@@ -87,7 +120,8 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
         if sent.reasoning != turn.served.reasoning:
             messages[turn.position] = replace(sent, reasoning=turn.served.reasoning)
     tokenizer = renderer.tokenizer
-    stops = [None if turn.stop_id is None else tokenizer.decode([turn.stop_id]) for turn in chain]
+    stop_texts = {turn.stop_id: tokenizer.decode([turn.stop_id]) for turn in chain if turn.stop_id is not None}
+    stops = [None if turn.stop_id is None else stop_texts[turn.stop_id] for turn in chain]
     positions = [turn.position for turn in chain]
     try:
         segments = renderer.segments(replace(conversation, messages=tuple(messages)), positions, stops)
@@ -97,7 +131,7 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
         return "render_differs"
     if reasoning == "template" and _dropped(chain, segments):
         return "reasoning_dropped"
-    suffix = tokenizer.encode(segments.texts[-1])
+    suffix = yield segments.texts[-1]
     if node.stop_id is not None:
         if not suffix or not _closes(renderer, node, suffix[0], reasoning):
             return "foreign_stop"

@@ -29,7 +29,7 @@ from rlagent.router.grammar import no_grammar
 from rlagent.router.history import continued
 from rlagent.router.live import Flight, LiveSession, sealed
 from rlagent.router.parse import Event
-from rlagent.router.plan import Plan, plan
+from rlagent.router.plan import Plan, plan_beside
 from rlagent.router.raw_prompt import TextEnd, text_end
 from rlagent.router.reader import ChoiceReader
 from rlagent.router.render import Renderer
@@ -109,10 +109,14 @@ class Recorder:
         """A call of a session, open or not."""
         return await self._buffer.call(session_id, call_id)
 
-    def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
+    async def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
         """How long the prompt of a request would be."""
+        return len((await self._plan(live, ask))[0].ids)
+
+    async def _plan(self, live: LiveSession, ask: Ask) -> tuple[Plan, Root]:
         root = root_of(ask.model, ask.conversation, self._renderer.digest)
-        return len(plan(live.forest, self._renderer, ask.conversation, root, self._router.reasoning).ids)
+        found = await plan_beside(live.forest, self._renderer, ask.conversation, root, self._router.reasoning)
+        return found, root
 
     def begin(self, live: LiveSession, ask: Ask, decision: Decision, on_events: OnEvents | None) -> tuple[Flight, bool]:
         """Start the call that answers a request; for an SDK's retry, the one made or being made for it before.
@@ -123,26 +127,19 @@ class Recorder:
             done = live.answered.get(ask.body_digest)
             if done is not None:
                 self.counts["retries", "replayed"] += 1
-                future: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-                future.set_result(done)
-                return Flight(
-                    call_id=done.call_id, started_at=done.started_at, prompt_len=done.prompt_len, future=future
-                ), False
+                replay = Flight(call_id=done.call_id, started_at=done.started_at, prompt_len=done.prompt_len)
+                replay.future = asyncio.get_running_loop().create_future()
+                replay.future.set_result(done)
+                return replay, False
             running = live.flights.get(ask.body_digest)
             if running is not None:
                 self.counts["retries", "joined"] += 1
                 return running, False
-        prepared = self._prepare(live, ask, decision)
-        task = asyncio.create_task(self._make(live, prepared, on_events))
-        flight = Flight(
-            call_id=prepared.call_id,
-            started_at=prepared.started_at,
-            prompt_len=len(prepared.plan.ids),
-            future=task,
-        )
+        flight = Flight(call_id=f"{ask.id_prefix}{uuid.uuid4().hex}", started_at=time.time())
+        flight.future = asyncio.create_task(self._make(live, flight, ask, decision, on_events))
         live.flights[ask.body_digest] = flight
-        live.tasks.add(task)
-        task.add_done_callback(lambda _: self._landed(live, ask.body_digest, flight))
+        live.tasks.add(flight.future)
+        flight.future.add_done_callback(lambda _: self._landed(live, ask.body_digest, flight))
         return flight, True
 
     async def join(self, live: LiveSession, flight: Flight) -> Call:
@@ -165,10 +162,9 @@ class Recorder:
         if not flight.future.cancelled() and flight.future.exception() is None and flight.waiters == 0:
             self.lost(live, flight.call_id)
 
-    def _prepare(self, live: LiveSession, ask: Ask, decision: Decision) -> Prepared:
-        conversation = ask.conversation
-        root = root_of(ask.model, conversation, self._renderer.digest)
-        found = plan(live.forest, self._renderer, conversation, root, self._router.reasoning)
+    async def _prepare(self, live: LiveSession, flight: Flight, ask: Ask, decision: Decision) -> Prepared:
+        found, root = await self._plan(live, ask)
+        flight.prompt_len = len(found.ids)
         room = self._context - len(found.ids)
         if room < 1:
             raise overflow(
@@ -178,9 +174,9 @@ class Recorder:
         sampling = replace(decision.sampling, max_tokens=min(decision.sampling.max_tokens, room))
         self._count(ask, decision, found)
         return Prepared(
-            call_id=f"{ask.id_prefix}{uuid.uuid4().hex}",
+            call_id=flight.call_id,
             index=live.forest.take_index(),
-            started_at=time.time(),
+            started_at=flight.started_at,
             ask=ask,
             decision=replace(decision, sampling=sampling),
             plan=found,
@@ -207,9 +203,12 @@ class Recorder:
         for name in ask.ignored:
             self.counts["ignored_fields", name[:64]] += 1
 
-    async def _make(self, live: LiveSession, prepared: Prepared, on_events: OnEvents | None) -> Call:
-        """Generate, read and commit."""
-        ask, found = prepared.ask, prepared.plan
+    async def _make(
+        self, live: LiveSession, flight: Flight, ask: Ask, decision: Decision, on_events: OnEvents | None
+    ) -> Call:
+        """Plan, generate, read and commit."""
+        prepared = await self._prepare(live, flight, ask, decision)
+        found = prepared.plan
         tail = self._renderer.tokenizer.decode(found.ids[-_TAIL_IDS:].tolist())
         think = self._renderer.output_form.think[0]
         readers = [

@@ -88,6 +88,39 @@ async def test_pending_writes_share_a_commit_and_a_failed_one_harms_no_neighbour
     assert len(commits) == 2  # the gate's, and one for all four
 
 
+async def test_what_nobody_waits_for_joins_the_next_commit_and_is_seen_by_the_next_read(place: Place) -> None:
+    store = await Store.open(place.database)
+    await store.write(lambda tx: None)
+    writer = store._writer
+    assert writer is not None
+    commit, commits = writer.commit, list[None]()
+    writer.commit = lambda: commits.append(commit())  # type: ignore[method-assign]
+    for name in "abc":
+        store.write_later(put(name))
+    await store.write(put("d"))
+    assert len(commits) == 1
+    store.write_later(put("e"))
+    assert await store.read(names) == ["a", "b", "c", "d", "e"]
+    store.write_later(put("f"))
+    await store.close()  # and by the end
+    store = await Store.open(place.database)
+    assert await store.read(names) == ["a", "b", "c", "d", "e", "f"]
+    await store.close()
+
+
+async def test_what_nobody_waits_for_is_committed_though_nothing_follows(store: Store) -> None:
+    committed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work(tx: Transaction) -> None:
+        put("a")(tx)
+        loop.call_soon_threadsafe(committed.set)
+
+    store.write_later(work)
+    async with asyncio.timeout(20):
+        await committed.wait()
+
+
 async def test_a_full_disk_fails_the_writes_and_not_the_process(file: Store) -> None:
     store = file
     await store.write(put("before"))

@@ -19,7 +19,7 @@ from typing import Any, Final
 from rlagent.errors import CheckpointError
 
 MANIFEST: Final = "manifest.json"
-FORMAT: Final = 2
+FORMAT: Final = 3
 CHUNK_BYTES: Final = 1 << 20
 
 

@@ -186,6 +186,11 @@ class ParallelConfig(_Part):
 
     tensor: int = Field(1, ge=1)
     pipeline: int = Field(1, ge=1)
+    virtual_pipeline: int = Field(
+        1,
+        ge=1,
+        description="chunks of layers of each pipeline stage, run interleaved: stages wait less for one another",
+    )
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1, description="parts in which a stage's tensor * context * data ranks hold its experts")
     data: int = Field(1, ge=1)
@@ -204,6 +209,11 @@ class ParallelConfig(_Part):
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence parallelism needs parallel.tensor of at least 2; set it, or set parallel.sequence = false"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline = {self.virtual_pipeline} cuts pipeline stages, and parallel.pipeline is 1; set "
+                "parallel.pipeline to at least 2, or parallel.virtual_pipeline = 1"
             )
         ranks = self.tensor * self.context * self.data
         if ranks % self.expert:

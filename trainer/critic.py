@@ -20,8 +20,8 @@ from rlagent.trainer.config import LearnerConfig
 from rlagent.trainer.forward import Stats, backward, score_all, sum_gradients, value
 from rlagent.trainer.microbatch import Microbatch
 from rlagent.trainer.model.architecture import Architecture
-from rlagent.trainer.model.build import PolicyModel
-from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel
+from rlagent.trainer.model.build import Policy, PolicyModel, chunks_of
+from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import Rule, renamed
 
@@ -62,16 +62,16 @@ def value_loss(values: Tensor, work: ValueWork, clip: float) -> tuple[Tensor, St
 class Critic:
     """One per rank; every method is called on all ranks in the same order."""
 
-    def __init__(self, config: LearnerConfig, model: PolicyModel, arch: Architecture, plan: ParallelPlan) -> None:
+    def __init__(self, config: LearnerConfig, model: Policy, arch: Architecture, plan: ParallelPlan) -> None:
         """model: a policy's, with the policy's weights; it becomes this critic's."""
         self.config = config.critic
         self.arch, self.plan = arch, plan
         if plan.is_last_stage:
-            model.value_head = torch.nn.Parameter(
+            chunks_of(model)[-1].value_head = torch.nn.Parameter(
                 torch.zeros(arch.hidden_size, dtype=getattr(torch, config.dtype), device=plan.device)
             )
         model.config.finalize_model_grads_func = sum_gradients
-        self.model = data_parallel(model, distributed=plan.config.distributed_optimizer)
+        self.model = DataParallel(model, distributed=plan.config.distributed_optimizer)
         own = config.optimizer.model_copy(update={"lr": config.critic.lr, "min_lr": 0.0})
         self.optimizer = PolicyOptimizer(own, self.model, dtype=getattr(torch, config.dtype))
 
@@ -94,7 +94,7 @@ class Critic:
         local = weights.local_parameters(self.model.module, self.arch, self.plan)
         found = {renamed(rule, PREFIX): parameter for rule, parameter in local.items()}
         if self.plan.is_last_stage:
-            found[_HEAD] = self.model.module.value_head
+            found[_HEAD] = chunks_of(self.model.module)[-1].value_head
         return found
 
     def metrics(self, totals: dict[str, Any], count: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from rlagent.trainer.config import LearnerConfig
 from rlagent.trainer.loss import policy_loss
 from rlagent.trainer.microbatch import IGNORED, Microbatch
 from rlagent.trainer.model import megatron
-from rlagent.trainer.model.build import PolicyModel
+from rlagent.trainer.model.build import PolicyModel, chunks_of
 from rlagent.trainer.model.rows import gather_rows
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.streams import LossInput
@@ -115,10 +115,11 @@ def _hidden(model: Any, microbatch: Microbatch) -> Tensor:
 
 def _run(step: Any, items: Sequence[Any], model: Any, **options: Any) -> list[Any]:
     """Megatron's schedule over the items; answers what the last stage collected of each, in order."""
+    chunks = chunks_of(model)
     collected: list[Any] = megatron.get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(items),
-        model=model,
+        data_iterator=[iter(items) for _ in chunks],  # each chunk runs all of them
+        model=chunks,
         num_microbatches=len(items),
         seq_length=1,  # not used: stages exchange the shape of each microbatch
         micro_batch_size=1,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlagent.errors import LearnerError
 from rlagent.trainer import checkpoint, parallel, weights
 from rlagent.trainer.batch import split
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
@@ -31,8 +32,8 @@ from rlagent.trainer.lora import Adapters, base_fingerprint
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model.architecture import read_architecture
-from rlagent.trainer.model.build import PolicyModel, build_model, check_layout
-from rlagent.trainer.optimizer import PolicyOptimizer, data_parallel, learning_rate
+from rlagent.trainer.model.build import Policy, PolicyModel, build_model, check_layout
+from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
 from rlagent.trainer.routing import replayable, routing_metrics
@@ -92,7 +93,7 @@ class Learner:
             frozen = policy if self.adapters else self._load_model()
             self.reference = ReferencePolicy(self.config.reference, frozen, self.arch, self.plan, self.adapters)
         policy.config.finalize_model_grads_func = sum_gradients
-        self.model = data_parallel(policy, distributed=self.plan.config.distributed_optimizer)
+        self.model = DataParallel(policy, distributed=self.plan.config.distributed_optimizer)
         self.optimizer = PolicyOptimizer(self.config.optimizer, self.model, dtype=self.dtype)
         self.critic = (
             Critic(self.config, self._load_model(), self.arch, self.plan)
@@ -100,13 +101,18 @@ class Learner:
             else None
         )
 
-    def _adapt(self, policy: PolicyModel) -> Adapters:
+    def _adapt(self, policy: Policy) -> Adapters:
         """Freeze the policy and put adapters on it."""
+        if not isinstance(policy, PolicyModel):
+            raise LearnerError(
+                f"learner.lora.rank = {self.config.lora.rank} with parallel.virtual_pipeline = "
+                f"{self.plan.config.virtual_pipeline}: adapters need parallel.virtual_pipeline = 1"
+            )
         local = weights.local_parameters(policy, self.arch, self.plan)
         self._base = base_fingerprint(self.model_dir)
         return Adapters(policy, local, self.plan, self.config.lora, seed=self.seed)
 
-    def _load_model(self) -> PolicyModel:
+    def _load_model(self) -> Policy:
         model = build_model(
             self.arch,
             self.plan.config,
@@ -124,10 +130,10 @@ class Learner:
         shares = plan_microbatches(
             np.diff(batch.cu_seqlens).tolist(), budget=self.config.batch.tokens, ranks=self.plan.config.data
         )
-        return [
-            make_microbatch(batch, list(rows), self.plan, self.inverse_frequencies, self.dtype)
-            for rows in shares[self.plan.data_rank]
-        ]
+        own = [list(rows) for rows in shares[self.plan.data_rank]]
+        if self.plan.config.virtual_pipeline > 1:  # the interleaved schedule runs as many at a time as there are stages
+            own += [[]] * (-len(own) % self.plan.config.pipeline)
+        return [make_microbatch(batch, rows, self.plan, self.inverse_frequencies, self.dtype) for rows in own]
 
     def _works(self, microbatches: Sequence[Microbatch], *, score_old: bool) -> list[Work]:
         """Score what the loss needs of the policies before the update."""

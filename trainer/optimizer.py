@@ -16,6 +16,7 @@ from rlagent.errors import LearnerError
 from rlagent.trainer import sharded_state
 from rlagent.trainer.config import OptimizerConfig
 from rlagent.trainer.model import megatron
+from rlagent.trainer.model.build import Policy, chunks_of
 from rlagent.trainer.sharded_state import MOMENTS, STEP
 
 
@@ -36,20 +37,30 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def data_parallel(model: Any, *, distributed: bool) -> Any:
-    """The model with megatron's gradient buffers; distributed: each rank is given the sums of its slice of them only."""
-    settings = megatron.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return megatron.DistributedDataParallel(model.config, settings, model)
+class DataParallel:
+    """A policy with megatron's gradient buffers; distributed: each rank is given the sums of its slice of them only."""
+
+    def __init__(self, module: Policy, *, distributed: bool) -> None:
+        self.module: Any = module
+        self.distributed = distributed
+        settings = megatron.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
+        self.chunks = [megatron.DistributedDataParallel(module.config, settings, chunk) for chunk in chunks_of(module)]
+
+    def zero_grad_buffer(self) -> None:
+        """Before the first microbatch of an update."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
 
 
 class PolicyOptimizer:
     """Megatron's optimizer over one data-parallel-wrapped model; steps only on finite gradients."""
 
-    def __init__(self, config: OptimizerConfig, model: Any, *, dtype: torch.dtype) -> None:
-        """model: of `data_parallel`."""
+    def __init__(self, config: OptimizerConfig, model: DataParallel, *, dtype: torch.dtype) -> None:
         self.config = config
         self.model = model
-        self.distributed: bool = model.ddp_config.use_distributed_optimizer
+        self.distributed = model.distributed
         self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         self.inner = megatron.get_megatron_optimizer(
             megatron.OptimizerConfig(
@@ -65,7 +76,7 @@ class PolicyOptimizer:
                 bf16=dtype == torch.bfloat16,
                 use_distributed_optimizer=self.distributed,
             ),
-            [model],
+            model.chunks,
             use_gloo_process_groups=False,
         )
 

@@ -21,7 +21,7 @@ from rlagent.trainer.forward import score_all
 from rlagent.trainer.lora import Adapters
 from rlagent.trainer.microbatch import Microbatch
 from rlagent.trainer.model.architecture import Architecture
-from rlagent.trainer.model.build import PolicyModel
+from rlagent.trainer.model.build import Policy
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import Rule, renamed
 
@@ -36,7 +36,7 @@ class ReferencePolicy:
     def __init__(
         self,
         config: ReferenceConfig,
-        model: PolicyModel,
+        model: Policy,
         arch: Architecture,
         plan: ParallelPlan,
         adapters: Adapters | None = None,
@@ -74,7 +74,7 @@ class ReferencePolicy:
             )
 
     @torch.no_grad()
-    def refresh(self, policy: PolicyModel, step: int) -> bool:
+    def refresh(self, policy: Policy, step: int) -> bool:
         """After `step` steps: take the policy's weights, where it is time."""
         if not self.config.refresh_every or step % self.config.refresh_every:
             return False

@@ -158,7 +158,7 @@ class SnapshotReader:
 
     def _state(self, rule: Rule) -> dict[str, Tensor]:
         layout = self.manifest.layout
-        stage = stages_of(self._arch, rule, layout["pipeline"])[0]
+        stage = stages_of(self._arch, rule, layout["pipeline"], layout["virtual_pipeline"])[0]
         if rule.expert >= 0:
             names = [_expert_name(expert_rank_of(self._arch, rule, layout["expert"]), stage)]
         else:
@@ -199,7 +199,8 @@ def _expert_name(expert_rank: int, pipeline_rank: int) -> str:
 
 
 def _layout(plan: ParallelPlan) -> dict[str, int]:
-    return {"tensor": plan.config.tensor, "pipeline": plan.config.pipeline, "expert": plan.config.expert}
+    axes = ("tensor", "pipeline", "virtual_pipeline", "expert")
+    return {axis: getattr(plan.config, axis) for axis in axes}
 
 
 def _key(rule: Rule) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlagent.errors import LoadError
 from rlagent.trainer.model.architecture import Architecture, read_config
-from rlagent.trainer.model.build import PolicyModel, stage_layers
+from rlagent.trainer.model.build import Policy, stage_layers
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import LOCAL_EXPERT, Rule, join, rules, shapes, split
 
@@ -32,16 +32,24 @@ MAX_SHARD_BYTES: Final = 5 * 10**9
 WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-def stages_of(arch: Architecture, rule: Rule, num_stages: int) -> list[int]:
-    """The pipeline stages that hold a rule's parameter; the first is the one that exports it. Tied embeddings stand
-    on two.
+def stages_of(arch: Architecture, rule: Rule, num_stages: int, num_chunks: int) -> list[int]:
+    """The pipeline stages, of num_chunks chunks each, that hold a rule's parameter; the first is the one that exports it. Tied
+    embeddings stand on two.
     """
     last = num_stages - 1
     if rule.place == "embedding":
         return [0, last] if arch.tied and last else [0]
     if rule.place == "layer":
-        return [stage for stage, layers in enumerate(stage_layers(arch.num_layers, num_stages)) if rule.layer in layers]
+        return [_part_of(arch, rule, num_stages * num_chunks)[0] % num_stages]
     return [last]
+
+
+def _part_of(arch: Architecture, rule: Rule, num_parts: int) -> tuple[int, int]:
+    """Which of the parts that the layers are cut into has a rule's layer, and its number in it. Stages take parts in turn."""
+    for part, layers in enumerate(stage_layers(arch.num_layers, num_parts)):
+        if rule.layer in layers:
+            return part, rule.layer - layers.start
+    raise AssertionError(f"layer {rule.layer} of {arch.num_layers}")
 
 
 def expert_rank_of(arch: Architecture, rule: Rule, num_parts: int) -> int:
@@ -50,7 +58,7 @@ def expert_rank_of(arch: Architecture, rule: Rule, num_parts: int) -> int:
     return rule.expert // (arch.experts.count // num_parts)
 
 
-def local_parameters(model: PolicyModel, arch: Architecture, plan: ParallelPlan) -> dict[Rule, Tensor]:
+def local_parameters(model: Policy, arch: Architecture, plan: ParallelPlan) -> dict[Rule, Tensor]:
     """This rank's parameters, by the rules that describe them, in the rules' order."""
     named: dict[str, Tensor] = dict(model.named_parameters())
     found: dict[Rule, Tensor] = {}
@@ -65,7 +73,8 @@ def local_parameters(model: PolicyModel, arch: Architecture, plan: ParallelPlan)
 
 def _local_names(arch: Architecture, rule: Rule, plan: ParallelPlan) -> tuple[str, ...]:
     """What a rule's parameter may be called on this rank; nothing if it is not here."""
-    if plan.pipeline_rank not in stages_of(arch, rule, plan.config.pipeline):
+    stages, chunks = plan.config.pipeline, plan.config.virtual_pipeline
+    if plan.pipeline_rank not in stages_of(arch, rule, stages, chunks):
         return ()
     names = rule.local
     if rule.expert >= 0:
@@ -74,12 +83,14 @@ def _local_names(arch: Architecture, rule: Rule, plan: ParallelPlan) -> tuple[st
             return ()
         number = rule.expert % (arch.experts.count // plan.config.expert)
         names = tuple(name.replace(LOCAL_EXPERT, str(number)) for name in names)
+    chunk = 0 if rule.place == "embedding" else chunks - 1
     if rule.place == "layer":
-        first = stage_layers(arch.num_layers, plan.config.pipeline)[plan.pipeline_rank].start
-        return tuple(f"decoder.layers.{rule.layer - first}.{name}" for name in names)
-    if rule.place == "embedding" and not plan.is_first_stage:
-        return ("output_layer.weight",)
-    return names
+        part, number = _part_of(arch, rule, stages * chunks)
+        chunk = part // stages
+        names = tuple(f"decoder.layers.{number}.{name}" for name in names)
+    elif rule.place == "embedding" and not plan.is_first_stage:
+        chunk, names = chunks - 1, ("output_layer.weight",)
+    return names if chunks == 1 else tuple(f"chunks.{chunk}.{name}" for name in names)
 
 
 class _Directory:
@@ -107,7 +118,7 @@ class _Directory:
         return tensor
 
 
-def load_hf(model: PolicyModel, arch: Architecture, model_dir: Path, plan: ParallelPlan) -> None:
+def load_hf(model: Policy, arch: Architecture, model_dir: Path, plan: ParallelPlan) -> None:
     """Set every parameter of this rank from a Hugging Face directory. Raises LoadError for a missing or misshapen
     tensor.
     """
@@ -137,7 +148,7 @@ def _as_it_is(_: Rule, parameter: Tensor) -> Tensor:
 
 
 def export(
-    model: PolicyModel,
+    model: Policy,
     arch: Architecture,
     plan: ParallelPlan,
     dtype: torch.dtype | None = None,
@@ -153,7 +164,7 @@ def export(
     model_dtype = next(model.parameters()).dtype
     local = local_parameters(model, arch, plan)
     for rule in rules(arch):
-        stage = stages_of(arch, rule, plan.config.pipeline)[0]
+        stage = stages_of(arch, rule, plan.config.pipeline, plan.config.virtual_pipeline)[0]
         sender = plan.stage_leader(stage)
         holds = plan.pipeline_rank == stage and plan.is_replica_leader
         if rule.expert >= 0:

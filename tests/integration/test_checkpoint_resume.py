@@ -64,7 +64,7 @@ def test_what_is_damaged_or_of_another_learner_is_refused(model_dir: Path, tmp_p
 
         manifest = json.loads((saved / checkpoint.MANIFEST).read_text())
         for changes, named in (
-            ({"layout": {"tensor": 2, "pipeline": 1}}, "holds no tensor1-pipeline0"),
+            ({"layout": {**manifest["layout"], "tensor": 2}}, "holds no tensor1-pipeline0"),
             ({"model": {**manifest["model"], "vocab_size": 98}}, "another model"),
             ({"format": 9}, "format 9"),
         ):

@@ -30,6 +30,7 @@ FOURS = [
     {"context": 2, "tensor": 2, "sequence": True},
     {"pipeline": 2, "context": 2, "distributed_optimizer": True},
 ]
+INTERLEAVED = [{"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}]
 EXPERT_PAIRS = [
     {"data": 2, "expert": 2, "distributed_optimizer": True},
     {"tensor": 2, "sequence": True, "expert": 2},
@@ -55,9 +56,9 @@ def exported(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.export_weights()}
 
 
-def check(layouts: list[Layout], world: int, directory: Path, *, family: str, tied: bool) -> None:
+def check(layouts: list[Layout], world: int, directory: Path, *, family: str, tied: bool, layers: int = 3) -> None:
     model_dir = directory / "model"
-    make_model(family, model_dir, tied=tied)
+    make_model(family, model_dir, tied=tied, layers=layers)
     launch(SCRIPT, 1, [{}], model_dir, directory)
     launch(SCRIPT, world, layouts, model_dir, directory)
     initial = load_file(model_dir / "model.safetensors")
@@ -103,6 +104,12 @@ def test_two_processes_with_a_head_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path) -> None:
     check(FOURS, 4, tmp_path, family="qwen2", tied=True)
+
+
+@pytest.mark.slow
+def test_interleaved_stages(tmp_path: Path) -> None:
+    """Five layers in four chunks, of which each of two stages runs every other one."""
+    check(INTERLEAVED, 2, tmp_path, family="qwen3", tied=True, layers=5)
 
 
 @pytest.mark.slow

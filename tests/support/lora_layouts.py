@@ -39,7 +39,7 @@ def exported(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def run(layout: dict[str, Any], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
-    batch, name = layout_batch(), layout_name(layout)
+    batch, name = layout_batch(model_dir), layout_name(layout)
     learner = Learner(
         LORA, ParallelConfig(**layout), model_dir, rank=rank, world_size=world, master_port=port, seed=0, total_steps=9
     )

@@ -21,6 +21,8 @@ def test_defaults_are_a_valid_config() -> None:
         ("router.port=99999", ["router.port", "99999"]),
         ("learner.loss.aggregation=tokenmean", ["learner.loss.aggregation", "tokenmean", "token_mean"]),
         ("parallel.sequence=true", ["parallel.tensor"]),
+        ("parallel.expert=2", ["parallel.expert = 2", "tensor * context * data"]),
+        ("parallel.virtual_pipeline=2", ["parallel.virtual_pipeline = 2", "parallel.pipeline"]),
         ("sampling.temperature=0", ["sampling.temperature", "eval.temperature"]),
         ("rollout.function=a.py:f", ["rollout.tasks"]),
         ("run.steps", ["a.b=c"]),

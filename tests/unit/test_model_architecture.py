@@ -79,6 +79,7 @@ def test_a_directory_without_a_config_is_no_model(tmp_path: Path, content: str |
     [
         (ParallelConfig(tensor=3), "parallel.tensor = 3"),
         (ParallelConfig(pipeline=4), "parallel.pipeline = 4"),
+        (ParallelConfig(pipeline=2, virtual_pipeline=2), "parallel.virtual_pipeline = 2"),
         (ParallelConfig(expert=2, data=2), "parallel.expert = 2: the model is dense"),
     ],
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from rlagent.errors import LearnerError
@@ -49,6 +50,26 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return weight
 
 
+class Interleaved(nn.Module):
+    """The chunks of layers that a rank runs under the interleaved pipeline schedule, shallowest first. The last rank's last
+    one has the head, the first rank's first one the embedding.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self.config: Any = chunks[0].config
+
+
+Policy: TypeAlias = PolicyModel | Interleaved
+"""One rank's part of a model."""
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """What megatron's schedules call its model chunks: of a Policy, or of what `optimizer.data_parallel` made of one."""
+    return list(getattr(model, "chunks", [model]))
+
+
 def _leave(_: Tensor) -> None:
     """An initialisation that does nothing."""
 
@@ -82,6 +103,11 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
             )
     if arch.num_layers < parallel.pipeline:
         raise LearnerError(f"parallel.pipeline = {parallel.pipeline} is more than the model's {arch.num_layers} layers")
+    if arch.num_layers < parallel.pipeline * parallel.virtual_pipeline:
+        raise LearnerError(
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} chunks of {parallel.pipeline} stages are more than the "
+            f"model's {arch.num_layers} layers"
+        )
     if arch.experts is None:
         if parallel.expert != 1:
             raise LearnerError(f"parallel.expert = {parallel.expert}: the model is dense; set it to 1")
@@ -105,7 +131,9 @@ def transformer_config(
 ) -> Any:
     """Megatron's own settings. Every fusion that needs Transformer Engine or Apex is off."""
     experts = arch.experts
-    layout = [["decoder"] * len(layers) for layers in stage_layers(arch.num_layers, parallel.pipeline)]
+    interleaved = parallel.virtual_pipeline > 1
+    parts = stage_layers(arch.num_layers, parallel.pipeline * parallel.virtual_pipeline)
+    layout = [["decoder"] * len(layers) for layers in parts]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return TransformerConfig(
@@ -145,6 +173,9 @@ def transformer_config(
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
         variable_seq_lengths=parallel.pipeline > 1,
+        # Batched sends and receives of neighbouring chunks mix up on gloo.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         moe_token_dispatcher_type="alltoall",  # a dense model has none; variable_seq_lengths asks for it
         num_moe_experts=experts.count if experts else None,
         moe_ffn_hidden_size=experts.ffn_size if experts else None,
@@ -205,7 +236,7 @@ def build_model(
     recompute: bool = False,
     cuda: bool = False,
     te: bool = True,
-) -> PolicyModel:
+) -> Policy:
     """This rank's part of the model, its weights not yet set. The process groups must exist
     (`rlagent.trainer.parallel`). te: its layers are Transformer Engine's where that is installed beside a GPU.
     """
@@ -214,18 +245,32 @@ def build_model(
     config = transformer_config(arch, parallel, dtype=dtype, recompute=recompute, cuda=cuda, te=te)
     dense, final_norm = layer_spec(arch, te=te)
     mixture = layer_spec(arch, te=te, experts=True)[0] if arch.experts else dense
-    layers = stage_layers(arch.num_layers, parallel.pipeline)[stage]
-    specs = [mixture if arch.has_experts(layer) else dense for layer in layers]
-    model = PolicyModel(
-        config,
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm),
-        vocab_size=padded_vocab(arch.vocab_size, parallel.tensor),
-        max_sequence_length=arch.max_positions,
-        pre_process=stage == 0,
-        post_process=stage == parallel.pipeline - 1,
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="none",
-    )
+    num_chunks = parallel.virtual_pipeline
+    parts = stage_layers(arch.num_layers, parallel.pipeline * num_chunks)
+    chunks = []
+    for number in range(num_chunks):
+        part = number * parallel.pipeline + stage
+        layers = parts[part]
+        model = PolicyModel(
+            config,
+            TransformerBlockSubmodules(
+                layer_specs=[mixture if arch.has_experts(layer) else dense for layer in layers], layer_norm=final_norm
+            ),
+            vocab_size=padded_vocab(arch.vocab_size, parallel.tensor),
+            max_sequence_length=arch.max_positions,
+            pre_process=part == 0,
+            post_process=part == len(parts) - 1,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="none",
+            vp_stage=number if num_chunks > 1 else None,
+        )
+        _complete(model, arch, layers)
+        chunks.append(model.cuda() if cuda else model)
+    return Interleaved(chunks) if num_chunks > 1 else chunks[0]
+
+
+def _complete(model: PolicyModel, arch: Architecture, layers: range) -> None:
+    """What megatron does not set by itself."""
     model.architecture = arch
     for number, layer in zip(layers, model.decoder.layers, strict=True):
         if arch.has_experts(number):
@@ -234,4 +279,3 @@ def build_model(
         if ".experts." in name:
             # Megatron sums its gradient over the ranks that hold the same expert, also where those are tensor-parallel ranks.
             parameter.allreduce = False
-    return model.cuda() if cuda else model

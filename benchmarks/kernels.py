@@ -3,10 +3,11 @@
     python benchmarks/kernels.py [--tokens 4096 --threads 1 --repeats 2]
 
 Each case runs in a process of its own, so that its peak is its own. On a GPU: the size of a large head in bfloat16, beside the
-four bare matrix products of forward and backward, which bound the time from below.
+four bare matrix products of forward and backward, which bound the time from below, and Liger's loss where it is installed.
 """
 
 import argparse
+import importlib.util
 import multiprocessing
 import resource
 import time
@@ -64,10 +65,18 @@ def products(hidden: Tensor, weight: Tensor, _: Tensor) -> None:
         z.T @ part
 
 
+def liger(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    """Liger's fused cross entropy (0.8): the sum of the logprobs alone, without entropy or temperature."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, target).backward()
+
+
 METHODS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
     "plain": plain,
     "linear_logprob": chunked,
     "products": products,
+    "liger": liger,
 }
 
 
@@ -113,7 +122,10 @@ def main() -> None:
     runs = [("cpu", args.tokens, size, ("plain", "linear_logprob")) for size in CPU_SIZES]
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name())
-        runs += [("cuda", GPU_TOKENS, size, ("products", "plain", "linear_logprob")) for size in GPU_SIZES]
+        peers = ("liger",) if importlib.util.find_spec("liger_kernel") is not None else ()
+        runs += [("cuda", GPU_TOKENS, size, ("products", "plain", "linear_logprob", *peers)) for size in GPU_SIZES]
+    else:
+        print("no GPU here: the Triton kernels, the bare products and Liger were not measured")
     print(
         f"{'device':6} {'tokens':>6} {'hidden':>6} {'vocab':>7} {'method':15} {'seconds':>8} {'ratio':>6} {'peak MiB':>9}"
     )

@@ -158,7 +158,11 @@ class Learner:
         batch = self._credited(batch)
         parts = split(batch, updates, self.config.loss) if updates > 1 else [batch]
         score_old = len(parts) > 1 and self.config.old_logprobs == "recompute"
-        works = [self._works(self._microbatches(part), score_old=score_old) for part in parts]
+        # The first update's own forward pass is by the policy from before it.
+        works = [
+            self._works(self._microbatches(part), score_old=score_old and number > 0)
+            for number, part in enumerate(parts)
+        ]
         scored = time.perf_counter()
         rate = learning_rate(self.config.optimizer, self.num_steps, self.total_steps)
         stats: list[Stats] = []

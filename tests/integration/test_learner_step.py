@@ -148,8 +148,10 @@ def test_several_updates_a_step_share_the_old_policy(model_dir: Path) -> None:
     ) as learner:
         batch = make_batch()
         old = learner.logprobs(batch)
-        metrics = learner.train_step(batch)
+        metrics = learner.train_step(replace(batch, rollout_logprobs=old))
         assert metrics["learner/updates"] == 2
+        assert metrics["mismatch/abs_max"] < 1e-5, "both updates compare with the policy from before the first"
+        assert metrics["policy/approx_kl"] > 1e-5, "which the second one's is not"
         assert np.abs(learner.logprobs(batch) - old)[batch.loss_mask].max() > 1e-3
 
 

@@ -24,7 +24,7 @@ from rlagent.errors import LoadError
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 # The tokens that transformers hands to a template by these names.
-_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Names that a dict has itself: what they mean in a template is the sandbox's to say.
 _DICT_NAMES: Final = frozenset(dir(dict))
 _MISSING: Final = object()
@@ -78,7 +78,7 @@ class ChatTemplate:
     def load(cls, model_dir: Path) -> ChatTemplate:
         """From chat_template.jinja or tokenizer_config.json. LoadError, with the fix, when there is none."""
         config = _read_config(model_dir / _CONFIG_FILE)
-        tokens = {name: _content(config[name]) for name in _TOKEN_NAMES if config.get(name) is not None}
+        tokens = {name: _content(config[name]) for name in TOKEN_NAMES if config.get(name) is not None}
         found = config.get("chat_template")
         file = model_dir / _TEMPLATE_FILE
         if file.is_file():

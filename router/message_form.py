@@ -52,14 +52,14 @@ class MessageForm:
         if message.tool_calls:
             body["tool_calls"] = [
                 {
-                    "id": self._id(call.call_id),
+                    "id": guard(self._id(call.call_id)),
                     "type": "function",
                     "function": {"name": guard(call.name), "arguments": guard(self._arguments(call.arguments))},
                 }
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            body["tool_call_id"] = self._id(message.tool_call_id)
+            body["tool_call_id"] = guard(self._id(message.tool_call_id))
         if message.name is not None:
             body["name"] = guard(message.name)
         return body

@@ -47,6 +47,10 @@ _FULL_RENDER: Final = {
     "reasoning_dropped": "the chat template leaves out earlier reasoning, and router.reasoning is 'template'",
 }
 
+# Names of ignored fields that are counted each by itself.
+_MAX_FIELDS: Final = 256
+_OTHER: Final = "(other)"
+
 # Enough ids to hold an opened think block and the whitespace behind it.
 _TAIL_IDS: Final = 8
 
@@ -83,6 +87,7 @@ class Recorder:
         self._sampling = sampling
         self._context = context
         self.counts: Counter[tuple[str, str]] = Counter()  # (what, which) -> how often; for /metrics
+        self._fields: set[str] = set()  # ignored ones, as they are counted
         self._said: set[str] = set()  # what the log was told once
         if not renderer.family_known:
             self._say_once(
@@ -201,7 +206,12 @@ class Recorder:
         for name in decision.overridden:
             self.counts["overridden", name] += 1
         for name in ask.ignored:
-            self.counts["ignored_fields", name[:64]] += 1
+            self.counts["ignored_fields", self._field(name[:64])] += 1
+
+    def _field(self, name: str) -> str:
+        """The name under which an ignored field is counted: clients invent them, so there is an end to it."""
+        self._fields.add(name if len(self._fields) < _MAX_FIELDS else _OTHER)
+        return name if name in self._fields else _OTHER
 
     async def _make(
         self, live: LiveSession, flight: Flight, ask: Ask, decision: Decision, on_events: OnEvents | None

@@ -146,7 +146,7 @@ class Renderer:
         return self._template.render(
             messages,
             tools=[self.tokenizer.guard(dict(tool)) for tool in conversation.tools],
-            args=conversation.template_args,
+            args=self.tokenizer.guard(dict(conversation.template_args)),
             add_generation_prompt=prompt,
         )
 

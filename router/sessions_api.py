@@ -6,7 +6,6 @@ Invariant: `finish` answers only when nothing of the session is in flight any mo
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -30,6 +29,7 @@ from rlagent.types import Reward, Session, SessionState
 
 B = TypeVar("B", bound=BaseModel)
 STATES: Final[tuple[SessionState, ...]] = ("open", "sealed", "failed", "expired")
+_MAX_REWARD: Final = 1e30  # sums of rewards stay finite, in single precision too
 _MAX_DIGITS: Final = 9  # of the number of sessions that are listed
 _UNREWARDED: Final = (
     "finished without a reward, and is not trained on; give one when you finish it, or open it with train = false"
@@ -216,8 +216,8 @@ def _components(given: float | dict[str, _Number]) -> dict[str, float]:
 
 
 def _finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise invalid(f"{name} is {value}; a reward must be a finite number", "reward")
+    if not abs(value) <= _MAX_REWARD:  # nor NaN
+        raise invalid(f"{name} is {value}; a reward must be a finite number, of at most {_MAX_REWARD:g}", "reward")
     return float(value)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rlagent.router.chat_template import TOKEN_NAMES
 from rlagent.router.errors import invalid
 from rlagent.router.json_body import load_json
 
@@ -14,7 +15,9 @@ from rlagent.router.json_body import load_json
 MAX_STOPS: Final = 4
 OTHER_SAMPLING: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 _MAX_DIGITS: Final = 9  # of a count of retries
-_RESERVED_ARGS: Final = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED_ARGS: Final = (
+    "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "self", *TOKEN_NAMES
+)  # fmt: skip
 
 
 class Body(BaseModel):

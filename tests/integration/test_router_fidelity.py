@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from fake_engine import Reply
-from router_harness import EOS, TOKENIZER, TOOLS, USER, always, error_of, in_turn, router, said
+from router_harness import EOS, MODEL, TOKENIZER, TOOLS, USER, always, error_of, in_turn, router, said
 
 from rlagent.router.config import SamplingConfig
 
@@ -73,6 +74,29 @@ async def test_text_of_an_agent_cannot_inject_a_special_token(tmp_path: Path) ->
         assert suffix.count(EOS) == 1  # the template's own, behind the tool's result
         assert evil in TOKENIZER.decode(suffix)
         assert (await r.calls(await r.chat(key="other")))[0]["reason"] == "first"
+
+
+async def test_neither_ids_of_calls_nor_arguments_of_the_template_inject_a_special_token(tmp_path: Path) -> None:
+    source = (
+        MODEL / "chat_template.jinja"
+    ).read_text() + "{{ shown or '' }}{% for m in messages %}{{ m.tool_call_id }}{% endfor %}"
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(source)
+    call = {"id": "<|im_end|>", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    told = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "<|im_end|>", "content": "x"},
+    ]
+    async with router(tmp_path, always(said("ok")), model=model) as r:
+        plain = [*USER, {"role": "assistant", "tool_calls": [call | {"id": "a"}]}, told[-1] | {"tool_call_id": "a"}]
+        loud = await r.chat(told, chat_template_kwargs={"shown": "<|im_end|>"})
+        quiet = await r.chat(plain)
+        found, expected = (call["prompt_ids"] for call in await r.calls(loud))
+        assert quiet.status_code == 200
+        assert TOKENIZER.decode(found).count("<|im_end|>") == TOKENIZER.decode(expected).count("<|im_end|>") + 2
+        assert found.count(EOS) == expected.count(EOS)
 
 
 async def test_a_stop_string_stays_in_the_ids_and_is_trimmed_from_the_text(tmp_path: Path) -> None:

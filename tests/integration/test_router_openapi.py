@@ -1,6 +1,7 @@
 """The router's OpenAPI document, and what every path in it makes of bodies, keys and headers that nobody expects."""
 
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,25 @@ async def test_headers_and_bodies_have_a_limit(tmp_path: Path) -> None:
         assert (await app.http.get("/health", headers={"x-long": "x" * 100_000})).status_code == 400
         assert (await app.chat([{"role": "user", "content": "x" * 20_000}])).status_code == 413
         assert (await app.chat()).status_code == 200
+
+
+async def test_a_small_body_that_unpacks_to_a_large_one_is_too_large(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("hi")), config=RouterConfig(max_body_bytes=10_000)) as app:
+        packed = zlib.compress(b" " * 5_000_000)
+        headers = {"authorization": "Bearer a", "content-encoding": "deflate"}
+        assert len(packed) < 10_000
+        answer = await app.http.post("/v1/chat/completions", content=packed, headers=headers)
+        assert answer.status_code in (400, 413), answer.text
+
+
+async def test_invented_fields_are_counted_up_to_a_bound(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("hi"))) as app:
+        for number in range(3):
+            assert (await app.chat(**{f"field_{number}_{i}": 1 for i in range(200)})).status_code == 200
+        shown = (await app.http.get("/metrics")).text
+    lines = [line for line in shown.splitlines() if line.startswith("rlagent_ignored_fields_total")]
+    assert len(lines) <= 257
+    assert 'kind="(other)"} 344' in shown
 
 
 async def test_with_an_admin_key_all_but_three_paths_need_a_key(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ async def test_finish_drains_calls_in_flight_and_repeats_alike(tmp_path: Path) -
             await r.admin.finish(session["session_id"], reward=0.0)
 
 
-@pytest.mark.parametrize("reward", ["NaN", "Infinity", '"1"', "[1]"])
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", "1e300", '{"a": -1e31}', '"1"', "[1]"])
 async def test_a_reward_that_is_no_finite_number_is_400(tmp_path: Path, reward: str) -> None:
     async with router(tmp_path, always(said("ok"))) as r:
         session_id = (await r.chat()).headers["x-rlagent-session"]

@@ -63,6 +63,7 @@ def test_an_assistants_message_as_the_sdk_sends_it_back() -> None:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages"),

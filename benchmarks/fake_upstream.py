@@ -59,7 +59,8 @@ class Upstream:
         ids, finish = self._sampled(body["sampling_params"]["max_new_tokens"])
         if not body.get("stream"):
             return orjson.dumps(self._part(body, ids, finish)), False
-        parts = [self._part(body, ids[:count], None) for count in range(1, len(ids))]
+        interval = body["sampling_params"].get("stream_interval", 1)
+        parts = [self._part(body, ids[:count], None) for count in range(1, len(ids), interval)]
         return _events([*parts, self._part(body, ids, finish)]), True
 
     def _sampled(self, limit: int) -> tuple[list[int], dict[str, Any]]:

@@ -108,23 +108,16 @@ class Engine:
         """Whether it is paused for a weight update."""
         return not self._going.is_set()
 
-    async def generate(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, experts_from: int | None = None
-    ) -> Part:
-        """One completion, whole. experts_from: the first of all tokens whose experts are asked for."""
-        async with self._generate(rid, ids, sampling, experts_from, stream=False) as (response, version):
-            found = self._loads(await response.read())
-        part = self._part(found, [], [], ids, experts_from)
-        self._check_prefix(found, part, version)
-        return part
-
     async def stream(
         self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, experts_from: int | None = None
     ) -> AsyncIterator[Part]:
-        """One completion as it grows; the last part has `finish`, and the experts."""
+        """One completion as it grows; the last part has `finish`, and the experts.
+
+        experts_from: the first of all tokens whose experts are asked for. EngineDown where no last part comes.
+        """
         seen_ids: list[int] = []
         seen_logprobs: list[float] = []
-        async with self._generate(rid, ids, sampling, experts_from, stream=True) as (response, version):
+        async with self._generate(rid, ids, sampling, experts_from) as (response, version):
             async for line in response.content:
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
@@ -138,6 +131,8 @@ class Engine:
                 seen_ids, seen_logprobs = part.ids, part.logprobs
                 yield part
                 if part.finish is not None:
+                    with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                        await response.read()  # to its end: the connection is used again
                     return
         raise EngineDown(f"{self.url}/generate ended its stream without a finish reason")
 
@@ -238,7 +233,7 @@ class Engine:
 
     @asynccontextmanager
     async def _generate(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], experts_from: int | None, *, stream: bool
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], experts_from: int | None
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int | None]]:
         """The open answer, and the version that the engine held when it was asked."""
         if self.paused:
@@ -246,7 +241,7 @@ class Engine:
             if self.state != "ready":
                 raise EngineDown(f"{self.url} left the rotation while it was paused")
         version = self.version
-        body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream}
+        body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
         if version is not None:
             body["extra_key"] = str(version)  # prefixes are shared within one version only
         if experts_from is not None:

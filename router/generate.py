@@ -29,6 +29,10 @@ MAX_RESUMES: Final = 1000
 RESUME_PAUSE_S: Final = 0.05
 # Engines that broke off one call, before its agent is told to try again later.
 MAX_FAILURES: Final = 4
+# An engine tells how far a call that nobody streams has come after so many tokens at least, and so often at most: what it
+# has told outlives it. An engine repeats the whole output each time, so a long one is told of less often.
+_TOLD_EVERY: Final = 64
+_MAX_TOLD: Final = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +147,8 @@ class Generator:
             engine = await self._pick(session_id, group_id, avoid)
             ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
             params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
+            if on_ids is None:
+                params["stream_interval"] = max(_TOLD_EVERY, params["max_new_tokens"] // _MAX_TOLD)
             # Of what was sampled before an abort, the experts are those it was sampled with.
             unknown = None if experts_from is None else max(0, experts_from) + output.num_routed
             engine.running += 1
@@ -189,24 +195,26 @@ class Generator:
         self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None,
         experts_from: int | None,
     ) -> Part | None:  # fmt: skip
-        """One request to its end; None when the engine broke off (what it had streamed is kept in `output`)."""
+        """One request to its end; None when the engine broke off (what it had told is kept in `output`)."""
         part: Part | None = None
+        whole: Part | None = None  # the last one of which it is known which version sampled which token
         versions: set[int] = set()
+        seen = 0
         try:
-            if on_ids is None:
-                return await engine.generate(rid, ids, params, experts_from=experts_from)
-            seen = 0
             async for part in engine.stream(rid, ids, params, experts_from=experts_from):
-                on_ids(_without_stop(part)[seen:])
-                seen = len(part.ids)
-                versions.update(span.version for span in part.spans if part.finish is None)
+                if on_ids is not None:
+                    on_ids(_without_stop(part)[seen:])
+                    seen = len(part.ids)
+                if part.finish is None:
+                    versions.update(span.version for span in part.spans)
+                    whole = part if len(versions) == 1 else whole
             return part
         except EngineDown as error:
             await self._lost(engine)
-            if len(versions) > 1:  # which version sampled which token is told at the end only
+            if len(versions) > 1 and on_ids is not None:  # which version sampled which token is told at the end only
                 raise EngineError(f"{error}; the call spans a weight update and cannot be moved") from error
-            if part is not None:
-                output.extend(part)
+            if whole is not None and "json_schema" not in params:
+                output.extend(whole)
             return None
         except asyncio.CancelledError:
             self._pool.spawn(engine.abort(rid))

@@ -21,6 +21,7 @@ _KNOWN: Final = {
     "max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": None,
     "stop_token_ids": None, "ignore_eos": False, "skip_special_tokens": True, "no_stop_trim": False, "n": 1,
     "sampling_seed": None, "min_new_tokens": 0, "spaces_between_special_tokens": True,
+    "stream_interval": None,
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ class SamplingParams:
     min_new_tokens: int
     n: int
     seed: int | None
+    stream_interval: int = 1  # a stream tells of the first token and then of every so many
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "SamplingParams":
@@ -58,6 +60,7 @@ class SamplingParams:
                 skip_special_tokens=bool(p["skip_special_tokens"]), no_stop_trim=bool(p["no_stop_trim"]),
                 min_new_tokens=int(p["min_new_tokens"]), n=int(p["n"]),
                 seed=None if p["sampling_seed"] is None else int(p["sampling_seed"]),
+                stream_interval=1 if p["stream_interval"] is None else int(p["stream_interval"]),
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise EngineError(f"sampling_params: {error}") from error
@@ -71,6 +74,7 @@ class SamplingParams:
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
+            ("stream_interval", self.stream_interval >= 1, "at least 1"),
             ("n", 1 <= self.n <= _MAX_N, f"in [1, {_MAX_N}]"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(type(i) is int for i in self.stop_token_ids), "integers"),

@@ -118,7 +118,7 @@ class Scheduler:
                 seq.stop = find_stop(seq.ids, seq.num_output, seq.params, self._eos_ids, self._tokenizer, context)
             if seq.stop is not None:
                 ended.append(seq)
-            elif seq.stream:
+            elif seq.stream and seq.num_output % seq.params.stream_interval == 1 % seq.params.stream_interval:
                 seq.tell(self.version)
         for seq in ended:
             self._leave(seq)

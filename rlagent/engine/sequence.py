@@ -16,7 +16,7 @@ from rlagent.types import Int32Array
 class Sequence:
     """A prompt and what was sampled after it. `ids` is both; the first `computed` of them have keys and values.
 
-    emit is called from the engine's thread: after each step when streaming, and once at its end.
+    emit is called from the engine's thread: every `stream_interval` tokens when streaming, and once at its end.
     """
 
     rid: str

@@ -57,6 +57,20 @@ async def test_a_dead_engine_in_mid_call_moves_the_call_to_another(tmp_path: Pat
             assert TOKENIZER.decode(call["choices"][0]["output_ids"]).endswith("fine<|im_end|>")
 
 
+async def test_a_whole_answer_keeps_what_a_dead_engine_had_told(tmp_path: Path) -> None:
+    dying, rest = said("one two three", drop=True, held_ids=2), said(" and the rest")
+    script = in_turn(dying, rest)
+    async with router(tmp_path, script, script) as r:  # whichever engine is asked first
+        (call,) = await r.calls(await r.chat())
+        (choice,) = call["choices"]
+        told = list(dying.ids[:1])  # the first token is told at once, the next ones after an interval
+        assert choice["output_ids"] == told + list(rest.ids)
+        assert choice["versions"] == [{"version": 0, "start": 0, "end": len(choice["output_ids"])}]
+        (resumed,) = [q for engine in r.engines for q in engine.requests if q["input_ids"] != call["prompt_ids"]]
+        assert resumed["input_ids"] == call["prompt_ids"] + told
+        assert resumed["sampling_params"]["max_new_tokens"] == 31
+
+
 async def test_no_engine_is_503_with_retry_and_leaves_no_record(tmp_path: Path) -> None:
     async with router(tmp_path, always(Reply(ids=[], status=500))) as r:
         for stream in (False, True):

@@ -78,6 +78,15 @@ async def test_a_stream_grows_to_the_answer(engine: EngineClient) -> None:
     assert seen[-1]["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 60}]
 
 
+async def test_a_stream_tells_of_every_so_many_tokens(engine: EngineClient) -> None:
+    params = {"max_new_tokens": 70, "ignore_eos": True, "stream_interval": 32}
+    async with engine.stream(PROMPT, sampling_params=params) as chunks:
+        seen = [chunk["meta_info"]["completion_tokens"] async for chunk in chunks]
+    assert seen[-1] == 70
+    assert set(seen[:-1]) <= {1, 33, 65}  # the newest of several that wait is sent alone
+    assert 33 in seen
+
+
 async def test_several_prompts_and_n_answer_a_list(engine: EngineClient) -> None:
     body = {"input_ids": [[1, 2], [3, 4, 5]], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     answers = (await engine.post("/generate", **body)).json()

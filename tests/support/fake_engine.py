@@ -19,7 +19,7 @@ from aiohttp import web
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What to answer. `hold` is waited for before the rest of the output (after `held_ids` of it, when streaming)."""
+    """What to answer. `hold` is waited for before the rest of the output, after `held_ids` of it."""
 
     ids: Sequence[int]
     finish: dict[str, Any] = field(default_factory=lambda: {"type": "stop", "matched": None})
@@ -64,14 +64,7 @@ class FakeEngine:
         try:
             if reply.status != 200:
                 return web.json_response({"error": {"message": "scripted failure"}}, status=reply.status)
-            if body["stream"]:
-                return await self._stream(request, reply, body)
-            if reply.hold is not None:
-                await reply.hold.wait()
-            if reply.drop:
-                assert request.transport is not None
-                request.transport.abort()
-            return web.json_response(self._answer(reply, len(reply.ids), body, last=True))
+            return await self._stream(request, reply, body)
         except asyncio.CancelledError:
             self.aborted.set()
             raise
@@ -81,6 +74,7 @@ class FakeEngine:
                 self.idle.set()
 
     async def _stream(self, request: web.Request, reply: Reply, body: dict[str, Any]) -> web.StreamResponse:
+        interval = body["sampling_params"].get("stream_interval", 1)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for count in range(1, len(reply.ids) + 1):
@@ -91,7 +85,8 @@ class FakeEngine:
                 request.transport.abort()
                 return response
             last = count == len(reply.ids)
-            await response.write(b"data: " + orjson.dumps(self._answer(reply, count, body, last=last)) + b"\n\n")
+            if last or count % interval == 1 % interval:
+                await response.write(b"data: " + orjson.dumps(self._answer(reply, count, body, last=last)) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -1,6 +1,6 @@
 """Sampled tokens per second of a learner step, beside plain transformers loops and TRL's GRPOTrainer on the same uneven rows.
 
-    python benchmarks/learner.py [--rows 24 --rounds 3 --threads 1] [--trl PYTHON]
+    python benchmarks/learner.py [--rows 64 --rounds 3 --threads 1] [--trl PYTHON]
 
 All sides run forward, backward, clipping and AdamW: on the CPU a model of 5.0M parameters in fp32, on a GPU (where there is one) one
 of 0.5B in bf16, with MFU and peak memory. Sides take turns, so that other work on the machine meets all alike; of each side the
@@ -84,7 +84,7 @@ def make_learner(directory: Path, args: argparse.Namespace, cuda: bool) -> Learn
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"rows": 24, "rounds": 3, "threads": 1, "tokens": 4096}.items():
+    for name, value in {"rows": 64, "rounds": 3, "threads": 1, "tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--trl", metavar="PYTHON", help="a python that has TRL")
     args = parser.parse_args()

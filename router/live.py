@@ -15,7 +15,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rlagent.buffer import Buffer
@@ -93,8 +93,8 @@ class LiveSession:
         self.epoch = _NO_EPOCH
 
     def remember(self, call: Call) -> None:
-        """Keep an answer for a retry."""
-        self.answered[call.body_digest] = call
+        """Keep an answer for a retry: without the messages that were asked, which are the longest part of a call."""
+        self.answered[call.body_digest] = replace(call, messages=b"[]")
         if len(self.answered) > MAX_REPLAYS:
             self.answered.popitem(last=False)
 

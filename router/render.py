@@ -21,7 +21,7 @@ from rlagent.router.conversation import Conversation, Message, digest
 from rlagent.router.families import FORMS, TEXT, FamilyName, detect
 from rlagent.router.message_form import Plain, learn
 from rlagent.router.tokenizer import Tokenizer
-from rlagent.router.turn_shape import PROBE, TURN, Edges, between, plain_turn, shows_by_calls, span_of_marks
+from rlagent.router.turn_shape import PROBE, TURN, Edges, between, plain_turn, shows_by_calls, spans_of_marks
 
 # A client chooses the template's arguments: beyond so many kinds the oldest is learned again.
 _MAX_FAMILIES: Final = 64
@@ -88,13 +88,14 @@ class Renderer:
         for number, position in enumerate(sampled):
             marked[position] = self._marked(messages[position], number, shaped=shaped[number])
         text = self._text(marked, conversation)
+        marks = spans_of_marks(text)
         texts: list[str] = []
         start = 0
         for number, position in enumerate(sampled):
-            span = self._span(
-                text, start, number, messages[position] if shaped[number] else None, stops[number], conversation
-            )
-            if span is None:
+            span = marks.get(number)
+            if span is not None and shaped[number]:
+                span = self._span(text, start, span, messages[position], stops[number], conversation)
+            if span is None or span[0] < start:
                 return None
             texts.append(text[start : span[0]])
             start = span[1]
@@ -124,16 +125,20 @@ class Renderer:
         return plain_turn(number)
 
     def _span(
-        self, text: str, start: int, number: int, message: Plain | None, stop: str | None, conversation: Conversation
+        self,
+        text: str,
+        start: int,
+        marks: tuple[int, int],
+        message: Plain,
+        stop: str | None,
+        conversation: Conversation,
     ) -> tuple[int, int] | None:
-        """Where a marked turn begins and ends; `message` is that of a shaped one."""
-        found = span_of_marks(text, start, number)
-        if found is None or message is None or self._edges is None:
-            return found
+        """Where a shaped turn begins and ends, around its marks."""
+        assert self._edges is not None
         bare = replace(conversation, tools=())
         args = orjson.dumps(dict(conversation.template_args), option=orjson.OPT_SORT_KEYS)
         return self._edges.span(
-            text, start, found, message, stop, args, lambda said, prompt: self._text(said, bare, prompt=prompt)
+            text, start, marks, message, stop, args, lambda said, prompt: self._text(said, bare, prompt=prompt)
         )
 
     def _plain(self, messages: Sequence[Message]) -> list[Plain]:

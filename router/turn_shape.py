@@ -10,6 +10,7 @@ guessed; the turn then has no segments around it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -22,7 +23,10 @@ from rlagent.router.tokenizer import MARK_END, MARK_START
 
 # Stands for the sampled turn number i. No agent's text can hold it: guarded text has "0" or "s..." after the start.
 TURN: Final = f"{MARK_START}t{{}}{MARK_END}"
+_MARK: Final = re.compile(TURN.format("([0-9]+)"))
 PROBE: Final[Plain] = {"role": "user", "content": "a"}
+# A long text is sought by its first characters: to prepare the search for all of it costs more than to compare.
+_SOUGHT_CHARS: Final = 64
 # Turns whose edges are remembered: each has ids and names of its own.
 _MAX_EDGES: Final = 4096
 
@@ -35,11 +39,13 @@ def plain_turn(number: int) -> Plain:
     return {"role": "assistant", "content": TURN.format(number)}
 
 
-def span_of_marks(text: str, start: int, number: int) -> tuple[int, int] | None:
-    """From the first mark of a turn to the end of its last."""
-    mark = TURN.format(number)
-    first = text.find(mark, start)
-    return None if first < 0 else (first, text.rfind(mark) + len(mark))
+def spans_of_marks(text: str) -> dict[int, tuple[int, int]]:
+    """Of each turn from its first mark to the end of its last: one pass, however many turns there are."""
+    spans: dict[int, tuple[int, int]] = {}
+    for mark in _MARK.finditer(text):
+        number = int(mark[1])
+        spans[number] = (spans[number][0] if number in spans else mark.start(), mark.end())
+    return spans
 
 
 class Edges:
@@ -109,7 +115,7 @@ def _learned(turn: Plain, stop: str, render: Render) -> _Edge | None:
         asked, wrote = render([PROBE], True), render([PROBE, turn], False)
     except TemplateError:
         return None
-    marks = span_of_marks(wrote, 0, 0)
+    marks = spans_of_marks(wrote).get(0)
     if marks is None or not wrote.startswith(asked) or marks[0] < len(asked):
         return None
     end = wrote.find(stop, marks[1])
@@ -152,7 +158,9 @@ def between(text: str, segments: Sequence[str]) -> tuple[str, ...] | None:
     start = len(segments[0])
     found: list[str] = []
     for segment in segments[1:-1]:
-        at = text.find(segment, start)
+        at = text.find(segment[:_SOUGHT_CHARS], start)
+        if at >= 0 and not text.startswith(segment, at):
+            at = text.find(segment, start)
         if at < 0:
             return None
         found.append(text[start:at])

@@ -57,8 +57,9 @@ class Auth:
         elif not self._is_admin(key):
             found = await self._live.id_of_key(hash_key(key))
             if found is None:
+                open_admin = "" if self._admin_hash is not None else ", or none (this router has no admin key)"
                 raise _unauthorized(
-                    f"this is not the key of session {session_id}; use the api_key that came with its base_url"
+                    f"this is not the key of session {session_id}; use the api_key that came with its base_url{open_admin}"
                 )
             if found != session_id:
                 raise _forbidden("a session's key may call /v1 and read its own session, nothing else")

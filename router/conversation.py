@@ -139,9 +139,13 @@ def history_digests(messages: Sequence[Message], *, after: str = "") -> list[str
 
 def match_key(message: Message) -> bytes:
     """Equal for messages that say the same. Ids and reasoning are left out: the forest decides about them."""
-    calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
-    head = json.dumps([message.role, calls, message.name, len(message.content)])
-    return f"{head}{message.content}".encode(errors="surrogatepass")
+    said = [message.role, message.name, len(message.content)]
+    if message.tool_calls:
+        calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
+        head = json.dumps([*said, calls]).encode()
+    else:
+        head = orjson.dumps(said)
+    return head + message.content.encode(errors="surrogatepass")
 
 
 def canonical_arguments(text: str) -> str:

@@ -113,14 +113,14 @@ class Buffer:
     def mark_delivered(self, call_id: str) -> None:
         """The agent has seen the end of the answer.
 
-        Durable with the next commit; ignored once the session is sealed.
+        Durable with the next commit, within 50 ms; ignored once the session is sealed.
         """
         self._mark(call_id, "delivered")
 
     def mark_orphan(self, call_id: str) -> None:
         """The agent went away before the end of the answer.
 
-        Durable with the next commit; ignored once the session is sealed.
+        Durable with the next commit, within 50 ms; ignored once the session is sealed.
         """
         self._mark(call_id, "orphan")
 

@@ -19,13 +19,13 @@ needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="TextWorld-
 
 
 async def test_reasoning_is_scored_by_its_data_set(tmp_path: Path) -> None:
-    first, second = reasoning.tasks("spell_backward", 2, seed=5, instruction="Answer with the word alone.")
-    word = reasoning.entry("spell_backward", first["seed"], {})["answer"]
+    first, second = reasoning.tasks("chain_sum", 2, seed=5, instruction="Answer with the number alone.")
+    sum_of_first = reasoning.entry("chain_sum", first["seed"], {})["answer"]
     async with stage(tmp_path, "rlagent.envs.reasoning:rollout") as played:
-        right = await played.play(first, [f"<answer>{word}</answer>"])
+        right = await played.play(first, [f"<answer>{sum_of_first}</answer>"])
         wrong = await played.play(second, ["I do not know"])
     assert (right.reward.components, wrong.reward.total < 0.2) == ({"score": 1.0}, True)
-    assert "Answer with the word alone." in right.prompts[0]
+    assert "Answer with the number alone." in right.prompts[0]
     assert first["question"] in right.prompts[0]
 
 

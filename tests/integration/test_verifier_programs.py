@@ -27,7 +27,7 @@ PRETENDERS = {
 @pytest.mark.slow
 async def test_only_a_program_that_passes_the_tests_passes(tmp_path: Path) -> None:
     backend = ProcessBackend(limits=TIGHT, state_directory=tmp_path)
-    verifier = Programs(tests="tests", backend=backend, max_open=2, program_s=6)
+    verifier = Programs(tests="tests", backend=backend, max_open=2, program_s=10)
     check = Check(name="tests", verifier=verifier, timeout_s=60)
     async with Rubric([check]) as rubric:
         answers = [RIGHT, *PRETENDERS.values()]

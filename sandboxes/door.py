@@ -8,6 +8,7 @@ Invariant: the script imports nothing but the standard library, and works for th
 
 import asyncio
 import ctypes
+import fcntl
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+_NS_GET_USERNS = 0xB701
 _BACKLOG = 128
 
 
@@ -88,12 +90,14 @@ async def _listen(pid: int, port: int) -> socket.socket:
 def _send(descriptor: int, pid: int, port: int) -> None:
     """In the script: enter, listen, hand over."""
     libc = ctypes.CDLL(None, use_errno=True)
-    kinds = (("user", _CLONE_NEWUSER),) if os.geteuid() != 0 else ()
-    spaces = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in (*kinds, ("net", _CLONE_NEWNET))]
-    for space, kind in spaces:
-        if libc.setns(space, kind) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+    net = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    user = fcntl.ioctl(net, _NS_GET_USERNS)  # the process's own may lie inside it by now
+    # Root of the host enters at once; the owner of the user namespace after entering that one.
+    if libc.setns(net, _CLONE_NEWNET) != 0 and (
+        libc.setns(user, _CLONE_NEWUSER) != 0 or libc.setns(net, _CLONE_NEWNET) != 0
+    ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("0.0.0.0", port))  # its loopback may not be up yet; there is nothing else

@@ -95,3 +95,20 @@ async def test_codex_with_all_its_tools_calls_one_of_a_namespace(tmp_path: Path)
         (result,) = second["messages"]
         assert "unsupported call" not in result["content"]  # what it says of a name that it does not know
         assert [tool["type"] for tool in second["client"]["ignored"]["tools"]] == ["web_search"]
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("agent", TOOLS)
+async def test_a_call_that_is_no_json_and_one_with_wrong_arguments_stay_in_the_chain(
+    agent: str, tmp_path: Path
+) -> None:
+    """A broken call is served as text and ends the run, arguments of another form come back as the agent's own complaint."""
+    tool, _, _ = TOOLS[agent]
+    turns = Turns(calls((tool, '{"wrong": 1}')), calls((tool, '{"command": "ls')))
+    async with router(tmp_path, turns.script, model=wide_model(tmp_path)) as harness:
+        session = await harness.admin.new_session(task_id="t")
+        outcome = await play(agent, session)
+        assert (outcome.status, outcome.reward and outcome.reward.total) == ("completed", 0.0), outcome.error
+        await check_one_chain(harness, session.session_id, turns, reward=0.0)
+        recorded = await harness.admin.calls(session.session_id)
+        assert [call["choices"][0]["parse_status"] for call in recorded] == ["tool_calls", "malformed"]

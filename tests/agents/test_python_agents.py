@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_rows import Turns, calls, check_one_chain, check_rewritten, wide_model
+from agent_rows import Turns, calls, check_one_chain, check_rewritten, check_row, wide_model
 from router_harness import Harness, router
 from sandbox_backends import needs_bwrap
 
@@ -98,3 +98,19 @@ async def test_mini_swe_agent_works_in_a_sandbox(play: Play, tmp_path: Path) -> 
         reward = await play("examples/agents/mini_swe_agent.py:rollout", task, session)
         assert reward == 1.0
         await check_one_chain(harness, session.session_id, turns, reward=reward)
+
+
+@needs_bwrap
+async def test_a_turn_that_mini_swe_agent_drops_is_a_row_of_its_own(play: Play, tmp_path: Path) -> None:
+    """What it cannot read it leaves out of its history, and asks again: nothing goes on from that turn, and it is trained on."""
+    submit = calls(("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}'))
+    turns = Turns("I do not call anything.", calls(("bash", '{"command": "echo 1 > done"}')), submit)
+    async with router(tmp_path, turns.script, model=wide_model(tmp_path)) as harness:
+        session = await _session(harness)
+        task = {"task": "Make a file.", "check": "test -f done"}
+        assert await play("examples/agents/mini_swe_agent.py:rollout", task, session) == 1.0
+        await harness.admin.finish(session.session_id, reward=1.0)
+        dropped, rest = await harness.admin.trajectories(session.session_id)
+        prompts = [body["input_ids"] for body in harness.engine.requests]
+        check_row(dropped, prompts[:1], turns.said[:1])
+        check_row(rest, prompts[1:], turns.said[1:])

@@ -1,9 +1,9 @@
 """Settings of the engines that `rlagent serve` starts or attaches to."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class SglangConfig(BaseModel):
@@ -13,9 +13,18 @@ class SglangConfig(BaseModel):
 
     python: Path | None = Field(None, description="the Python of the environment that has sglang installed")
     tensor: int = Field(1, ge=1, description="tensor parallelism of each server")
-    data: int = Field(1, ge=1, description="data parallelism inside each server; engine.count starts several servers")
+    data: int = Field(1, ge=1, description="must be 1: engine.count starts several servers")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the others follow; 0 takes free ones")
     args: tuple[str, ...] = Field((), description="more flags of sglang.launch_server, as they are; later ones win")
+
+    @model_validator(mode="after")
+    def _one_replica(self) -> Self:
+        if self.data > 1:
+            raise ValueError(
+                f"engine.sglang.data = {self.data}: SGLang takes no tensors and no broadcast for replicas inside one server; "
+                f"set engine.count = {self.data}, which starts a server for each"
+            )
+        return self
 
 
 class EngineConfig(BaseModel):

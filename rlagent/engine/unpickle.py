@@ -10,10 +10,12 @@ Invariant: nothing outside the list is ever imported or called.
 import base64
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rlagent.errors import EngineError
 
@@ -30,6 +32,7 @@ class FlattenedTensorMetadata:
     numel: int
 
 
+_DEVICE: Final = 6  # the argument of rebuild_cuda_tensor that names a GPU: an index, or a UUID as SGLang reads it
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64", "uint8", "int32", "int64", "bool", "float8_e4m3fn")
 _ALLOWED: Final = frozenset(
     {
@@ -41,10 +44,12 @@ _ALLOWED: Final = frozenset(
         ("torch.storage", "UntypedStorage"),
         ("torch", "UntypedStorage"),
         ("torch", "Tensor"),
-        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
     }
     | {("torch", name) for name in _DTYPES}
 )
+
+
+_rebuild: Final[Callable[..., Any]] = rebuild_cuda_tensor
 
 
 class _Unpickler(pickle.Unpickler):
@@ -53,9 +58,29 @@ class _Unpickler(pickle.Unpickler):
             return _load_storage
         if (module, name) == ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"):
             return FlattenedTensorMetadata
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return _rebuild_cuda
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"global {module}.{name} is not on the allow-list of weight payloads")
+
+
+def _rebuild_cuda(*arguments: Any) -> Any:
+    here = (own_device(arguments[_DEVICE], _uuids()),)
+    return _rebuild(*arguments[:_DEVICE], *here, *arguments[_DEVICE + 1 :])
+
+
+def own_device(named: int | str, uuids: list[str]) -> int:
+    """The index here of a GPU that the sender named by its UUID. UnpicklingError where this process does not see it."""
+    if isinstance(named, int):
+        return named
+    if named not in uuids:
+        raise pickle.UnpicklingError(f"no GPU here has the UUID {named}")
+    return uuids.index(named)
+
+
+def _uuids() -> list[str]:
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def _load_storage(data: bytes) -> Any:

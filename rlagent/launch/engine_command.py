@@ -70,16 +70,14 @@ def _sglang(
         "--weight-version": version,
         "--dtype": config.dtype,
         "--tp-size": sglang.tensor,
-        "--dp-size": sglang.data,
         "--random-seed": config.seed + number,
     }
     bare: tuple[str, ...] = ()
-    ranks = sglang.tensor * sglang.data
     if on_cpu(config):
         environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        if ranks > 1:  # SGLang binds each rank to cores of its own
+        if sglang.tensor > 1:  # SGLang binds each rank to cores of its own
             environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(rank % (os.cpu_count() or 1)) for rank in range(ranks)
+                str(rank % (os.cpu_count() or 1)) for rank in range(sglang.tensor)
             )
         flags |= {
             "--device": "cpu",
@@ -89,7 +87,7 @@ def _sglang(
         }
         bare = ("--sleep-on-idle",)  # it spins on a core otherwise
     elif config.count > 1:
-        flags["--base-gpu-id"] = number * ranks
+        flags["--base-gpu-id"] = number * sglang.tensor
     # Isolated: neither our PYTHONPATH nor this folder may shadow what sglang imports.
     argv = (str(sglang.python), "-I", str(_SGLANG_SERVER), str(os.getpid()), *_words(flags), *bare, *sglang.args)
     return EngineCommand(argv=argv, environ=environ)

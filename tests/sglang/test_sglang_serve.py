@@ -6,6 +6,7 @@ One server for all tests; every test leaves an engine that serves a whole, known
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from rlagent.trainer.weight_sync import WeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 MAX_TOKENS = 1500
+END = 695  # a token that the old policy does not say
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Serve:
     url: str
     process: subprocess.Popen[str]
     model: Path
+    engine_log: Path
 
     def engine_pid(self) -> int:
         """The SGLang server, the child of serve."""
@@ -53,8 +56,8 @@ def served(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
     model = root / "model"
     shutil.copytree(policies.dirs["old"], model)
     for name, changes in (
-        ("config.json", {"eos_token_id": 695}),
-        ("generation_config.json", {"eos_token_id": 695}),
+        ("config.json", {"eos_token_id": END}),
+        ("generation_config.json", {"eos_token_id": END}),
         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
     ):
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
@@ -72,7 +75,7 @@ def served(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, f"serve ended: {(root / 'serve.log').read_text()[-3000:]}"
-        yield Serve(url=line.split()[-1], process=process, model=model)
+        yield Serve(line.split()[-1], process, model, root / "logs" / "engine-0.log")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
 
@@ -115,8 +118,8 @@ async def publish(admin: RouterClient, weights: Any, serve: Serve, transport: st
     return ticket.version
 
 
-async def long_call(serve: Serve, key: str, begun: asyncio.Event) -> httpx.Response:
-    """A streamed completion of MAX_TOKENS; `begun` is set at its first token."""
+async def long_call(serve: Serve, key: str, begun: asyncio.Event, chunks: int = 2) -> httpx.Response:
+    """A streamed completion of MAX_TOKENS; `begun` is set after so many chunks."""
     async with (
         httpx.AsyncClient(trust_env=False, timeout=START_S) as http,
         http.stream(
@@ -127,37 +130,57 @@ async def long_call(serve: Serve, key: str, begun: asyncio.Event) -> httpx.Respo
         lines = []
         async for line in response.aiter_lines():
             lines.append(line)
-            if line.count('"content"') and len(lines) > 4:
+            if line.count('"content"') and len(lines) > 2 * chunks:
                 begun.set()
         assert "data: [DONE]" in lines
         return response
 
 
+async def whole_call(serve: Serve, key: str) -> httpx.Response:
+    """A completion of MAX_TOKENS that is not streamed."""
+    async with httpx.AsyncClient(trust_env=False, timeout=START_S) as http:
+        return await http.post(
+            f"{serve.url}/v1/chat/completions", headers={"authorization": f"Bearer {key}"},
+            json={"model": "policy", "messages": [{"role": "user", "content": "zz qq"}]},
+        )  # fmt: skip
+
+
 async def recorded(admin: RouterClient, response: httpx.Response) -> tuple[list[int], dict[str, Any]]:
     (call,) = await admin.calls(response.headers["x-rlagent-session"])
     (choice,) = call["choices"]
-    assert len(choice["output_ids"]) == len(choice["logprobs"]) == MAX_TOKENS
+    assert len(choice["output_ids"]) == len(choice["logprobs"])
+    # The new policy, which is noise, may say the end.
+    assert len(choice["output_ids"]) == MAX_TOKENS or choice["output_ids"][-1] == END
     return call["prompt_ids"], choice
 
 
 async def test_an_engine_killed_in_mid_call_is_replaced_and_the_agent_notices_nothing(
     served: Serve, policies: Policies
 ) -> None:
+    """Two calls side by side, one streamed and one not: what the dead engine had told of each begins its answer."""
     async with RouterClient(served.url) as admin:
         await ready(admin)
         begun = asyncio.Event()
-        call = asyncio.create_task(long_call(served, "killed", begun))
+        calls = [
+            asyncio.create_task(whole_call(served, "killed-whole")),
+            asyncio.create_task(long_call(served, "killed", begun, chunks=300)),
+        ]
         await begun.wait()
         pid = served.engine_pid()
+        logged = served.engine_log.stat().st_size
         os.kill(pid, signal.SIGKILL)
-        prompt, choice = await recorded(admin, await call)
+        found = [await recorded(admin, await call) for call in calls]
         assert (await ready(admin))["version"] == 0
         assert served.engine_pid() != pid
-    assert [span["version"] for span in choice["versions"]] == [0]
     old = policies.models["old"]
-    ids = prompt + choice["output_ids"]
-    expected = continued(old, old, ids, 1)[len(prompt) - 1 :]
-    assert (torch.tensor(choice["logprobs"]) - expected).abs().max() < 1e-4
+    for prompt, choice in found:
+        assert [span["version"] for span in choice["versions"]] == [0]
+        expected = continued(old, old, prompt + choice["output_ids"], 1)[len(prompt) - 1 :]
+        assert (torch.tensor(choice["logprobs"]) - expected).abs().max() < 1e-4
+    # What the engine that came after was asked to read: both prompts with their beginnings.
+    log = served.engine_log.read_bytes()[logged:].decode()
+    read = sum(map(int, re.findall(r"Prefill batch.*?#new-token: (\d+)", log)))
+    assert read > len(found[0][0]) + len(found[1][0]) + 300 + 150
 
 
 @pytest.mark.parametrize("transport", ["tensor", "delta"])
@@ -165,21 +188,23 @@ async def test_a_publish_in_mid_call_gives_two_spans_each_of_its_policy(
     served: Serve, policies: Policies, transport: str
 ) -> None:
     async with RouterClient(served.url) as admin:
-        before = (await ready(admin))["version"]
+        await ready(admin)
+        before = await publish(admin, policies.weights("old").items(), served, transport)
         begun = asyncio.Event()
         call = asyncio.create_task(long_call(served, f"published-{transport}", begun))
         await begun.wait()
-        name = "new" if transport == "tensor" else "old"
-        version = await publish(admin, policies.weights(name).items(), served, transport)
+        version = await publish(admin, policies.weights("new").items(), served, transport)
         prompt, choice = await recorded(admin, await call)
         assert (await ready(admin))["version"] == version
     assert [span["version"] for span in choice["versions"]] == [before, version]
     middle = choice["versions"][1]["start"]
     ids = prompt + choice["output_ids"]
     given = torch.tensor(choice["logprobs"])
-    first, second = (policies.models[each] for each in (("old", "new") if name == "new" else ("new", "old")))
-    assert (given[:middle] - continued(first, first, ids, 1)[len(prompt) - 1 :][:middle]).abs().max() < 1e-4
-    assert (given[middle:] - continued(second, second, ids, 1)[len(prompt) - 1 :][middle:]).abs().max() < 1e-4
+    by_old, by_new = (
+        continued(model, model, ids, 1)[len(prompt) - 1 :] for model in (policies.models["old"], policies.models["new"])
+    )
+    assert (given[:middle] - by_old[:middle]).abs().max() < 1e-4
+    assert (given[middle:] - by_new[middle:]).abs().max() < 1e-4
 
 
 async def test_an_engine_killed_in_mid_bucket_comes_back_whole(served: Serve, policies: Policies) -> None:

@@ -1,6 +1,7 @@
 """The pickles that carry buckets: what globals they name, and that their content is what went in."""
 
 import base64
+import json
 import pickle
 import pickletools
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlagent.engine.unpickle import read_bucket
 from rlagent.trainer.weight_sync.buckets import make_buckets
-from rlagent.trainer.weight_sync.sglang_pickle import serialize_bucket
+from rlagent.trainer.weight_sync.sglang_pickle import serialize_bucket, update_body
 
 METADATA = "sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata"
 # Of SafeUnpickler.ALLOWED_GLOBALS in SGLang 0.5.21, and of what its find_class takes besides, all that a CPU bucket needs.
@@ -87,3 +88,16 @@ def test_a_payload_is_read_back_as_it_was(shapes: dict[str, tuple[list[int], tor
 def test_a_payload_holds_one_buffer_and_not_each_tensor() -> None:
     small = len(base64.b64decode(payload_of({"a": torch.zeros(1000), "b": torch.zeros(1000)})))
     assert 8000 < small < 8000 + 3000
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 3 * 2**18 - 1, 3 * 2**18, 3 * 2**18 + 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_body_that_is_made_in_pieces_is_the_json_of_its_fields(num_bytes: int, ranks: int) -> None:
+    pickled = memoryview(bytes(index % 251 for index in range(num_bytes)))
+    size, pieces = update_body(pickled, ranks)
+    body = b"".join(pieces)
+    assert len(body) == size
+    payload = base64.b64encode(pickled).decode()
+    assert json.loads(body) == {
+        "load_format": "flattened_bucket", "flush_cache": False, "serialized_named_tensors": [payload] * ranks
+    }  # fmt: skip

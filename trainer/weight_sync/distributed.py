@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.weight_sync.buckets import Bucket
-from rlagent.trainer.weight_sync.engine_api import EngineSet
+from rlagent.trainer.weight_sync.engine_api import EngineSet, refuse_replicas
 
 _HOST: Final = "127.0.0.1"  # learner and engines share the machine
 _JOIN: Final = timedelta(
@@ -94,12 +94,8 @@ class DistributedTransport:
     def _join(self, engines: EngineSet, backend: str) -> dist.ProcessGroup:
         """A new group with these engines. Its name is new too: an engine may hold a broken one."""
         self._name = f"rlagent-weights-{uuid4().hex}"
-        replicated = next((engine.url for engine in engines.engines if engine.facts.data > 1), None)
-        if replicated is not None:
-            raise WeightSyncError(
-                f"engine {replicated} is data-parallel inside, and SGLang has no ranks for its replicas in a broadcast; "
-                "set engine.sglang.data = 1 and engine.count higher, or sync.transport = 'tensor'"
-            )
+        for engine in engines.engines:
+            refuse_replicas(engine)
         ranks = [engine.facts.tensor for engine in engines.engines]
         world_size = 1 + sum(ranks)
         store = TCPStore(_HOST, 0, world_size, is_master=True, timeout=_JOIN, wait_for_workers=False)

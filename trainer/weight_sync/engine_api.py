@@ -12,7 +12,6 @@ import orjson
 from rlagent.errors import WeightSyncError
 
 T = TypeVar("T")
-_PIECE_BYTES: Final = 1 << 20
 TIMEOUT_S: Final = 600.0  # a large bucket is loaded before it is answered
 
 
@@ -36,7 +35,7 @@ class EngineApi:
     @cached_property
     def facts(self) -> EngineFacts:
         """Asked for once, from /server_info. SGLang tells its own version there, the embedded engine says that it is rlagent's."""
-        found = self._request("GET", "/server_info", None, TIMEOUT_S)
+        found = self._request("GET", "/server_info", 0, iter(()), TIMEOUT_S)
         return EngineFacts(
             sglang=found.get("version") != "rlagent",
             on_gpu=found.get("device") != "cpu",
@@ -46,13 +45,17 @@ class EngineApi:
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """POST; the JSON answer. WeightSyncError with status and body when it is not a success."""
-        return self._request("POST", path, dict(body), timeout_s)
+        content = orjson.dumps(dict(body))
+        return self._request("POST", path, len(content), iter((content,)), timeout_s)
 
-    def _request(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
+    def post_pieces(self, path: str, size: int, pieces: Iterator[bytes]) -> dict[str, Any]:
+        """POST a JSON body of so many bytes as it is made."""
+        return self._request("POST", path, size, pieces, TIMEOUT_S)
+
+    def _request(self, method: str, path: str, size: int, pieces: Iterator[bytes], timeout_s: float) -> dict[str, Any]:
         try:
-            content = b"" if body is None else orjson.dumps(body)  # a bucket is one string of tens of megabytes
-            headers = {"content-type": "application/json", "content-length": str(len(content))}
-            response = self._http.request(method, path, content=_pieces(content), headers=headers, timeout=timeout_s)
+            headers = {"content-type": "application/json", "content-length": str(size)}
+            response = self._http.request(method, path, content=pieces, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:
@@ -70,11 +73,13 @@ class EngineApi:
         self._http.close()
 
 
-def _pieces(content: bytes) -> Iterator[bytes]:
-    """httpx copies what is left of a body after every write to the socket: of a bucket, more than the bucket many times over."""
-    view = memoryview(content)
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield bytes(view[start : start + _PIECE_BYTES])
+def refuse_replicas(engine: EngineApi) -> None:
+    """WeightSyncError for a server with replicas inside: SGLang takes tensors and broadcasts only where there is one."""
+    if engine.facts.data > 1:
+        raise WeightSyncError(
+            f"engine {engine.url} has {engine.facts.data} data-parallel replicas inside, and SGLang takes weights for these from a "
+            "disk only; start a server for each (engine.count), or set sync.transport = 'disk'"
+        )
 
 
 class EngineSet:

@@ -7,9 +7,10 @@ over HTTP. On CUDA the ForkingPickler sends an IPC handle.
 """
 
 import base64
+import binascii
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -17,8 +18,12 @@ from typing import Any, Final
 import torch
 import torch.multiprocessing  # registers the CUDA IPC reductions with ForkingPickler
 
+from rlagent.trainer.weight_sync.cuda_ipc import name_device, uuid_of
+
 _MODULE: Final = "sglang.srt.weight_sync.tensor_bucket"
 _NAME: Final = "FlattenedTensorMetadata"
+_BETWEEN: Final = b'","'
+_PIECE_BYTES: Final = 3 * 2**18  # a multiple of three: base64 of the pieces is the base64 of the whole
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,40 @@ class _SglangPickler(pickle._Pickler):  # the C pickler cannot rename a class
         write(pickle.BUILD)
 
 
-def serialize_bucket(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> str:
-    """base64 of {"flattened_tensor": flat uint8, "metadata": [...]}, for load_format "flattened_bucket"."""
+def pickle_bucket(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> memoryview:
+    """A pickle of {"flattened_tensor": flat uint8, "metadata": [...]}, for load_format "flattened_bucket"."""
     buffer = io.BytesIO()
     pickler = _SglangPickler(buffer, protocol=4)
     if flat.is_cuda:
-        pickler.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
+        reductions = dict(ForkingPickler(io.BytesIO()).dispatch_table)
+        reduce: Callable[[torch.Tensor], Any] = reductions[torch.Tensor]
+        reductions[torch.Tensor] = lambda tensor: name_device(reduce(tensor), uuid_of)
+        pickler.dispatch_table = reductions
     pickler.dump({"flattened_tensor": flat, "metadata": list(slots)})
-    return base64.b64encode(buffer.getvalue()).decode()
+    return buffer.getbuffer()
+
+
+def serialize_bucket(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> str:
+    """The pickle in base64: one entry of `serialized_named_tensors`."""
+    return base64.b64encode(pickle_bucket(flat, slots)).decode()
+
+
+def update_body(pickled: memoryview, ranks: int) -> tuple[int, Iterator[bytes]]:
+    """The JSON of /update_weights_from_tensor: its size, and its pieces. The same bucket for each of so many ranks.
+
+    It never stands in memory as a whole: base64, text and JSON of a bucket would each be another copy of it.
+    """
+    head = b'{"load_format":"flattened_bucket","flush_cache":false,"serialized_named_tensors":["'
+    end = b'"]}'
+    size = len(head) + ranks * 4 * -(-len(pickled) // 3) + (ranks - 1) * len(_BETWEEN) + len(end)
+
+    def pieces() -> Iterator[bytes]:
+        yield head
+        for rank in range(ranks):
+            if rank:
+                yield _BETWEEN
+            for start in range(0, len(pickled), _PIECE_BYTES):
+                yield binascii.b2a_base64(pickled[start : start + _PIECE_BYTES], newline=False)
+        yield end
+
+    return size, pieces()

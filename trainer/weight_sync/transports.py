@@ -1,6 +1,7 @@
 """The transports: how a bucket reaches the engines between begin and end. The broadcast is in distributed.py."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.weight_sync.buckets import Bucket
-from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet
-from rlagent.trainer.weight_sync.sglang_pickle import serialize_bucket
+from rlagent.trainer.weight_sync.cuda_ipc import explain, refuse_expandable_segments
+from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet, refuse_replicas
+from rlagent.trainer.weight_sync.sglang_pickle import pickle_bucket, update_body
 from rlagent.trainer.weight_sync.shadow import Chain, Shadow
 from rlagent.trainer.weights import copy_model_files
 
@@ -42,7 +44,9 @@ class TensorTransport:
 
     def send(self, engines: EngineSet, bucket: Bucket) -> None:
         """Every engine gets the same payload, once for each of its ranks; `flat` is kept alive until all have answered."""
-        payload = serialize_bucket(bucket.flat, bucket.slots)
+        if bucket.flat.is_cuda:
+            refuse_expandable_segments(os.environ)
+        pickled = pickle_bucket(bucket.flat, bucket.slots)
 
         def send_one(engine: EngineApi) -> None:
             if bucket.flat.is_cuda and engine.facts.tensor > 1:
@@ -50,12 +54,11 @@ class TensorTransport:
                     f"engine {engine.url} has {engine.facts.tensor} tensor-parallel ranks on GPUs of their own, which the learner's "
                     "memory handle does not reach; set sync.transport = 'distributed'"
                 )
-            body = {
-                "serialized_named_tensors": [payload] * engine.facts.tensor,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            }
-            engine.post("/update_weights_from_tensor", body)
+            refuse_replicas(engine)
+            try:
+                engine.post_pieces("/update_weights_from_tensor", *update_body(pickled, engine.facts.tensor))
+            except WeightSyncError as error:
+                raise explain(error) from error
 
         engines.each(send_one)
         if bucket.flat.is_cuda:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from rlagent.trainer.weight_sync import WeightSync
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 MAX_TOKENS = 1500
 END = 695  # a token that the old policy does not say
+LEARNER = Path(__file__).parents[1] / "support" / "dying_learner.py"
 
 
 @dataclass(frozen=True)
@@ -228,31 +230,42 @@ async def test_an_engine_killed_in_mid_bucket_comes_back_whole(served: Serve, po
         assert (await ready(admin))["version"] == version + 1
 
 
-async def test_a_learner_that_dies_in_mid_publish_leaves_the_snapshot_serving(
-    served: Serve, policies: Policies
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+async def test_a_learner_killed_in_mid_publish_leaves_the_snapshot_serving(
+    served: Serve, policies: Policies, transport: str
 ) -> None:
-    def half() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(policies.weights("new").items()):
-            if index == 20:
-                raise KeyboardInterrupt  # nothing is ended and nobody is told, as after a kill
-            yield item
-
+    """A process that is killed with half of its tensors sent; the next learner's publish is served."""
     async with RouterClient(served.url) as admin:
         engine = await ready(admin)
+        await publish(admin, policies.weights("old").items(), served)
         whole = await checksums(engine["url"])
         current = (await admin.policy())["version"]
-        ticket = await admin.begin_publish(step=9, parent=current, lease_s=2.0)
-        sync = pusher("tensor", served.model)
-        with pytest.raises(KeyboardInterrupt):
-            sync.push(ticket.engines, half(), version=ticket.version)
-        sync.close()
+        learner = await asyncio.create_subprocess_exec(
+            sys.executable, str(LEARNER), transport, str(policies.dirs["new"]), stdin=PIPE, stdout=PIPE
+        )
+        assert learner.stdin is not None
+        assert learner.stdout is not None
+        assert await learner.stdout.readline() == b"ready\n"
+        ticket = await admin.begin_publish(step=current + 1, parent=current, lease_s=10.0)
+        learner.stdin.write(f"{ticket.version} {' '.join(ticket.engines)}\n".encode())
+        assert await learner.stdout.readline() == b"half\n"
         assert await checksums(engine["url"]) != whole  # half of it is in, and the engine is paused
+        learner.kill()
+        await learner.wait()
         begun = asyncio.Event()
-        await long_call(served, "after", begun)  # waits until the lease has run out
+        prompt, choice = await recorded(admin, await long_call(served, f"after-{transport}", begun))
+        assert [span["version"] for span in choice["versions"]] == [0]  # it waited until the lease had run out
+        old = policies.models["old"]
+        expected = continued(old, old, prompt + choice["output_ids"], 1)[len(prompt) - 1 :]
+        assert (torch.tensor(choice["logprobs"]) - expected).abs().max() < 1e-4
         assert (await ready(admin))["version"] == 0
         assert await checksums(engine["url"]) == whole
         with pytest.raises(RouterError):
             await admin.commit_publish(ticket.publish_id, checksum="", snapshot=None)
+        version = await publish(admin, policies.weights("new").items(), served, transport)
+        assert (await ready(admin))["version"] == version
+        await publish(admin, policies.weights("old").items(), served, transport)
+        assert await checksums(engine["url"]) == whole
 
 
 async def test_a_wrong_shape_never_serves(served: Serve, policies: Policies) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +67,15 @@ class SessionHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTicket:
-    """A publish under way: push `version` to these engines (base URLs), then commit."""
+    """A publish under way: push `version` to these engines (base URLs), then commit.
+
+    until: of time.monotonic(), on this machine; from then on they may serve other weights, and nothing more may be sent to them.
+    """
 
     publish_id: str
     version: int
     engines: tuple[str, ...]
+    until: float
 
 
 class RouterClient:
@@ -205,11 +210,13 @@ class RouterClient:
         body: Json = {"step": step, "parent": parent} | ({} if lease_s is None else {"lease_s": lease_s})
         if same_weights:
             body["same_weights"] = True
+        began = time.monotonic()  # the router's clock of the lease starts later
         answer = await self._post("/policy/begin", body)
         with _answer_of("/policy/begin"):
             return PublishTicket(
-                publish_id=answer["publish_id"], version=answer["version"], engines=tuple(answer["engines"])
-            )
+                publish_id=answer["publish_id"], version=answer["version"], engines=tuple(answer["engines"]),
+                until=began + answer["lease_s"],
+            )  # fmt: skip
 
     async def commit_publish(self, publish_id: str, *, checksum: str, snapshot: str | None) -> Json:
         """Stamp the version: {version, depth}. Every engine must report it already."""

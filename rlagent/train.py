@@ -271,7 +271,7 @@ class Loop:
             return
         ticket = await self._client.begin_publish(step=self._position.step, parent=parent, same_weights=same_weights)
         try:
-            report = await self._ranks.call("publish", ticket.engines, ticket.version)
+            report = await self._ranks.call("publish", ticket.engines, ticket.version, ticket.until)
             due = ticket.version % self._config.sync.snapshot_every == 0
             snapshot = await self._write_snapshot(self._ranks, ticket.version) if due else None
             await self._client.commit_publish(ticket.publish_id, checksum=report.checksum, snapshot=snapshot)

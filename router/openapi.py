@@ -56,7 +56,7 @@ _MEMBERS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("GET", f"{_OF_SESSION}/trajectories"): ("trajectories",),
     ("POST", "/learner/consume"): ("cursor",),
     ("POST", "/learner/restore"): ("redelivered", "interrupted"),
-    ("POST", "/policy/begin"): ("publish_id", "version", "engines"),
+    ("POST", "/policy/begin"): ("publish_id", "version", "engines", "lease_s"),
     ("POST", "/policy/commit"): ("version", "depth"),
     ("GET", "/v1/models"): ("object", "data"),
     ("GET", "/v1/models/{model}"): ("id", "object"),

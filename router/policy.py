@@ -77,7 +77,8 @@ class Policies:
             paused = await self._on_all(engines, lambda engine: engine.pause(mode))
             if self._publish is not None:  # given up by a restore
                 self._publish.lease.cancel()
-            lease = asyncio.create_task(self._expire(publish.publish_id, lease_s or self._config.publish_lease_s))
+            lease_s = lease_s or self._config.publish_lease_s
+            lease = asyncio.create_task(self._expire(publish.publish_id, lease_s))
             self._publish = _Publish(
                 publish_id=publish.publish_id, version=publish.version, mode=mode, engines=paused, lease=lease
             )
@@ -88,6 +89,7 @@ class Policies:
             "publish_id": publish.publish_id,
             "version": publish.version,
             "engines": [engine.url for engine in paused],
+            "lease_s": lease_s,
         }
 
     async def commit(self, publish_id: str, *, checksum: str, snapshot: str | None) -> dict[str, Any]:

@@ -42,15 +42,15 @@ class Rank:
         """One learner step; metrics are the same on all ranks."""
         return self.learner.train_step(batch)
 
-    def publish(self, engines: Sequence[str], version: int) -> PushReport | None:
-        """Push the current weights to all engines. Other ranks take part in the gathering only."""
+    def publish(self, engines: Sequence[str], version: int, until: float) -> PushReport | None:
+        """Push the current weights to all engines, before `until` (time.monotonic()). Other ranks take part in the gathering only."""
         weights = self.learner.export_weights(self.engine_dtype)
         if self.sync is None:
             for _ in weights:
                 pass
             return None
         try:
-            return self.sync.push(engines, weights, version=version)
+            return self.sync.push(engines, weights, version=version, until=until)
         finally:
             for _ in weights:  # a push that failed midway: the other ranks still stand in the gather
                 pass

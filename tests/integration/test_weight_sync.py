@@ -185,6 +185,28 @@ def test_another_push_mends_a_failed_one(engine: str, new: Weights, expected: li
     pusher.close()
 
 
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_a_push_that_outlives_its_lease_sends_nothing_more(
+    engine: str, old: Weights, new: Weights, transport: str
+) -> None:
+    before = logprobs(engine)
+    pusher = sync(transport)
+    pusher.push([engine], old.items(), version=1)
+    until = time.monotonic() + 2.0
+
+    def held_up() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(new.items()):
+            if index == len(new) // 2:  # stopped, say: meanwhile the lease runs out and the router gives the publish up
+                time.sleep(max(0.0, until - time.monotonic()))
+                restore(engine)
+            yield item
+
+    with pytest.raises(WeightSyncError, match="lease ran out"):
+        pusher.push([engine], held_up(), version=2, until=until)
+    assert logprobs(engine) == before
+    pusher.close()
+
+
 @pytest.mark.parametrize("at", [1, 12])
 @pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_an_engine_killed_in_mid_push_is_named_and_the_other_is_free_at_once(

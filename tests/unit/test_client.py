@@ -102,7 +102,7 @@ async def test_reading_sessions(router: Router, client: RouterClient) -> None:
 
 
 async def test_a_publish(router: Router, client: RouterClient) -> None:
-    router.answers["/policy/begin"] = {"publish_id": "p", "version": 4, "engines": ["http://e:1"]}
+    router.answers["/policy/begin"] = {"publish_id": "p", "version": 4, "engines": ["http://e:1"], "lease_s": 60.0}
     router.answers["/policy/commit"] = {"version": 4, "depth": 2}
     ticket = await client.begin_publish(step=2, parent=3, lease_s=60.0)
     assert (ticket.publish_id, ticket.version, ticket.engines) == ("p", 4, ("http://e:1",))

@@ -1,5 +1,7 @@
 """HTTP to an engine's control surface (SGLang's, or the embedded engine's). Every failure is a WeightSyncError that names the engine."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ class EngineApi:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.until = math.inf  # of time.monotonic(): from then on the engine is not ours to change
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 
     @cached_property
@@ -55,7 +58,8 @@ class EngineApi:
     def _request(self, method: str, path: str, size: int, pieces: Iterator[bytes], timeout_s: float) -> dict[str, Any]:
         try:
             headers = {"content-type": "application/json", "content-length": str(size)}
-            response = self._http.request(method, path, content=pieces, headers=headers, timeout=timeout_s)
+            content = self._while_ours(path, pieces)
+            response = self._http.request(method, path, content=content, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:
@@ -67,6 +71,15 @@ class EngineApi:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightSyncError(f"engine {self.url} refused {path}: {answer.get('message')}")
         return answer if isinstance(answer, dict) else {}
+
+    def _while_ours(self, path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """A body that is left unfinished, and so refused, once the time is up."""
+        for piece in pieces:
+            if time.monotonic() >= self.until:
+                raise WeightSyncError(
+                    f"the publish's lease ran out before {path} of engine {self.url}; raise router.publish_lease_s if a push takes longer"
+                )
+            yield piece
 
     def close(self) -> None:
         """Close the connection."""
@@ -89,6 +102,11 @@ class EngineSet:
         self.urls = tuple(urls)
         self.engines = [EngineApi(url) for url in urls]
         self._threads = ThreadPoolExecutor(max_workers=len(urls) + 1, thread_name_prefix="weight-sync")
+
+    def until(self, until: float) -> None:
+        """Send nothing from then on (time.monotonic())."""
+        for engine in self.engines:
+            engine.until = until
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Run `work` beside; there is a thread for every engine and one more."""

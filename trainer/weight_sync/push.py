@@ -4,6 +4,7 @@ Invariant: an engine says version n only once all of n is in it; whatever fails 
 up, which brings the engines back to the newest snapshot.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,15 +38,20 @@ class WeightSync:
         }
         self._transport = kinds[config.transport]()
 
-    def push(self, engines: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> PushReport:
+    def push(
+        self, engines: Sequence[str], weights: Iterable[tuple[str, torch.Tensor]], *, version: int, until: float = math.inf
+    ) -> PushReport:  # fmt: skip
         """Make every engine (base URLs) hold `weights` (full tensors by Hugging Face name) as `version`.
 
-        WeightSyncError when one does not: its update may then be open, and it serves again after /update_weights_from_disk or
-        another push.
+        until: of time.monotonic(), when the publish's lease ends; a push that was held up (a stopped process, a slow gather) sends
+        nothing more then, because the engines may serve again. WeightSyncError then, and when an engine does not hold the weights:
+        its update may then be open, and it serves again after /update_weights_from_disk or another push.
         """
         self._num_pushes += 1
         try:
-            return self._push(self._connect(engines), weights, version)
+            connected = self._connect(engines)
+            connected.until(until)
+            return self._push(connected, weights, version)
         except BaseException:
             self._transport.abandon()
             raise

@@ -13,11 +13,11 @@ import torch
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.config import SyncConfig
+from rlagent.trainer.push_report import PushReport
 from rlagent.trainer.weight_sync.buckets import make_buckets
 from rlagent.trainer.weight_sync.checksums import Expected
 from rlagent.trainer.weight_sync.distributed import DistributedTransport
 from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet
-from rlagent.trainer.weight_sync.report import PushReport
 from rlagent.trainer.weight_sync.transports import DeltaTransport, DiskTransport, TensorTransport, Transport
 
 

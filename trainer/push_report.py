@@ -1,4 +1,4 @@
-"""What a push tells the driver. No torch here: the driver unpickles it."""
+"""What a push tells the driver, which unpickles it and has no torch: so this is not in the package that pushes, which imports it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

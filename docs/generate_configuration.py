@@ -25,8 +25,9 @@ def rows(model: type[BaseModel], prefix: str) -> tuple[list[str], list[tuple[str
             sections.append((f"{prefix}{name}", nested))
             continue
         kind = str(field.annotation) if get_args(field.annotation) else getattr(field.annotation, "__name__", "")
-        kind = kind.replace("typing.Literal", "one of ").replace("pathlib.", "").replace("|", "or")
-        default = "" if field.default is None else f"`{field.default}`"
+        for old, new in (("typing.Literal", "one of "), ("typing.Optional", ""), ("pathlib.", ""), ("|", "or")):
+            kind = kind.replace(old, new)
+        default = "" if field.default is None else "required" if field.is_required() else f"`{field.default}`"
         lines.append(f"| `{name}` | {kind} | {default} | {field.description or ''} |")
     return lines, sections
 

@@ -6,6 +6,7 @@ Heavy imports stand inside the commands, so that `--help` and `serve` start with
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -288,26 +289,26 @@ def session_new(
     group: Annotated[str | None, typer.Option(help="Group id: rollouts of one task that are compared.")] = None,
     group_size: Annotated[int | None, typer.Option(help="How many rollouts the group has.")] = None,
     no_train: Annotated[bool, typer.Option("--no-train", help="Record, but never train on it.")] = False,
+    shell: Annotated[
+        bool, typer.Option("--shell", help='Print shell lines that export it: eval "$(rlagent session new --shell)"')
+    ] = False,
     admin_key: AdminKeyOption = None,
 ) -> None:
-    """Open a session; prints its id, base_url and api_key, and shell lines to use them."""
+    """Open a session; prints its id, base_url and api_key."""
 
-    async def run() -> dict[str, Any]:
+    async def run() -> tuple[dict[str, str], dict[str, str]]:
         from rlagent.client import RouterClient
 
         async with RouterClient(router, admin_key=admin_key) as client:
             handle = await client.new_session(task_id=task, group_id=group, group_size=group_size, train=not no_train)
-        return {
-            "session_id": handle.session_id,
-            "base_url": handle.base_url,
-            "api_key": handle.api_key,
-            "environ": handle.environ(),
-        }
+        return handle.to_json(), {"RLAGENT_SESSION_ID": handle.session_id, **handle.environ()}
 
-    found = asyncio.run(run())
-    _print_json({key: found[key] for key in ("session_id", "base_url", "api_key")})
-    for name, value in found["environ"].items():
-        print(f"export {name}={value}", file=sys.stderr)
+    found, environ = asyncio.run(run())
+    if not shell:
+        _print_json(found)
+        return
+    for name, value in environ.items():
+        print(f"export {name}={shlex.quote(value)}")
 
 
 @session_app.command("finish")

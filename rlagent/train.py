@@ -65,6 +65,10 @@ async def train(
         terminated = stack.enter_context(_on_sigterm())
         display = stack.enter_context(display or Display())
         display.title(f"{run.path}: {model_dir.name}, {config.run.steps} steps")
+        if router_url is not None and (others := set_for_serve(config)):
+            display.say(
+                f"{', '.join(others)}: of `rlagent serve`, which {router_url} has its own values of; not used here"
+            )
         pool = None if config.rollout.function is None else await stack.enter_async_context(_rollout_pool(config, run))
         url = router_url if router_url is not None else await stack.enter_async_context(serving(config, run))
         client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
@@ -127,6 +131,7 @@ class Loop:
         self._collector: Collector | None = None
         self._draw = draw
         self._failed_before = False
+        self._verifier_failed_before = False
 
     async def restore(self, *, resume: bool) -> None:
         """Bring learner, buffer and engines to one state: the newest checkpoint's, or the model directory's."""
@@ -219,6 +224,7 @@ class Loop:
             **({} if self._draw is None or self._collector is None else self._draw.metrics(self._collector.next_index)),
         }
         self._run.write_metrics(self._position.step, metrics)
+        self._say_failed_verifiers()
         self._display.stepped({"step": self._position.step, **metrics})
         for tracker in self._trackers:
             tracker(self._position.step, metrics)
@@ -258,12 +264,17 @@ class Loop:
     async def _say_what_is_awaited(self) -> None:
         """A wait that is longer than one poll is explained: agents that do not come, or engines that are down."""
         status, policy = await self._client.status(), await self._client.policy()
-        failed = "" if self._collector is None else ", ".join(f"{n} {k}" for k, n in self._collector.failures.items())
         engines = ", ".join(f"{engine['url']} {engine['state']}" for engine in policy["engines"])
-        self._display.console.print(
-            f"waiting for {self._config.learner.batch.groups} groups: {status.backlog} are complete, {len(status.incomplete)} "
-            f"under way; engines: {engines}" + (f"; failed rollouts: {failed}" if failed else ""), highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        dropped = [f"{entry.count} {entry.reason}" for entry in status.ledger if entry.event == "rollout_dropped"]
+        failed = [] if self._collector is None else [f"{n} {how}" for how, n in self._collector.failures.items()]
+        said = [
+            f"waiting for {self._config.learner.batch.groups} groups: {status.backlog} are complete, {len(status.incomplete)} under way",
+            *([f"{status.waiting} finished sessions without a group, no full bundle yet"] if status.waiting else []),
+            f"engines: {engines}",
+            *([f"failed: {', '.join(failed)}"] if failed else []),
+            *([f"rollouts left out: {', '.join(dropped)}"] if dropped else []),
+        ]
+        self._display.say("; ".join(said))
 
     async def _publish(self, *, parent: int, same_weights: bool = False) -> None:
         """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
@@ -334,6 +345,17 @@ class Loop:
                 f"{self._run.failures}", highlight=False, soft_wrap=True, markup=False,
             )  # fmt: skip
 
+    def _say_failed_verifiers(self) -> None:
+        """The first time only; metrics.jsonl goes on counting."""
+        failures = {} if self._collector is None else self._collector.failures
+        found = [f"{count} {name}" for name, count in failures.items() if name.startswith("verifier_")]
+        if found and not self._verifier_failed_before:
+            self._verifier_failed_before = True
+            self._display.say(
+                f"verifiers failed ({', '.join(found)}): their components took the value of a failure; rollout/verifier_* of "
+                f"metrics.jsonl counts them, {self._run.logs}/rollout-*.log says why"
+            )
+
     def _make_collector(self, pool: RolloutPool, tasks: list[Task], draw: TaskDraw) -> Collector:
         config = self._config
         return Collector(
@@ -345,6 +367,17 @@ class Loop:
 
     def _context(self) -> int:
         return model_context(self._config.model_dir)
+
+
+def set_for_serve(config: Config) -> list[str]:
+    """Settings that were given but are only looked at by `rlagent serve`, which runs apart."""
+    used = {"buffer.max_staleness", "buffer.group_deadline_s", "router.admin_key", "engine.dtype"}
+    names = [
+        f"{section}.{name}"
+        for section in ("buffer", "router", "engine", "sampling")
+        for name in sorted(getattr(config, section).model_fields_set)
+    ]
+    return [name for name in names if name not in used]
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class ChatTemplate:
         elif isinstance(found, str):
             sources = {"default": found}
         else:
+            if not model_dir.is_dir():
+                raise LoadError(f"model directory {str(model_dir)!r} does not exist")
             raise LoadError(
                 f"the tokenizer in {str(model_dir)!r} has no chat template; put the model's template into {_TEMPLATE_FILE} "
                 f"there (a base model has none: take the one of its instruct variant)"

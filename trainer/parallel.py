@@ -87,6 +87,8 @@ def initialize(
             f"needs {config.world_size} processes, but {world_size} were started"
         )
     device = torch.device("cpu")
+    if cuda and not torch.cuda.is_available():
+        raise LearnerError("learner.device = 'cuda', but torch finds no GPU here; set it to 'auto' or 'cpu'")
     if cuda:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

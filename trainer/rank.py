@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlagent.errors import RlagentError
 from rlagent.launch.child import adopt_connection
 from rlagent.launch.local import Failure, RankSpec
 from rlagent.trainer.learner import Learner
@@ -93,7 +94,8 @@ def main(argv: list[str]) -> None:
                     answer = getattr(rank, method)(*args)
             except Exception as error:  # the boundary of the process: the driver decides what a failure means
                 traceback.print_exc()
-                answer = Failure(type(error).__name__, str(error), traceback.format_exc())
+                ours = isinstance(error, RlagentError)  # which says all in its message
+                answer = Failure(type(error).__name__, str(error), "" if ours else traceback.format_exc())
             connection.send(answer)
     except EOFError:
         if rank is not None:

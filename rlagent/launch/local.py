@@ -35,7 +35,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of a rank, as text: type name, message, traceback."""
+    """An exception of a rank, as text: type name, message, traceback (none of an RlagentError)."""
 
     kind: str
     message: str
@@ -101,7 +101,7 @@ class LocalRanks:
         except (EOFError, OSError):
             raise LearnerError(child.fate) from None
         if isinstance(answer, Failure):
-            raise LearnerError(f"{child.name}: {answer.kind}: {answer.message}\n{answer.traceback}")
+            raise LearnerError(f"{child.name}: {answer.kind}: {answer.message}\n{answer.traceback}".rstrip())
         return answer
 
 

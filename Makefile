@@ -27,7 +27,7 @@ test-sglang: $(STAMP)  ## the engine's contract and the weight sync against real
 
 # Two environments of their own (half a minute and 1 GB together), because the agents' pins are not ours. Nothing beyond loopback is reached.
 test-agents: $(STAMP)  ## real agents, unmodified, against the router; SmolLM2 trained for two steps
-	python=$$(tests/agents/make_venv.sh) && bin=$$(tests/agents/make_npm.sh) && model=$$(PYTHON=$(BIN)/python examples/smollm2/get_model.sh) && \
+	python=$$(tests/agents/make_venv.sh) && bin=$${RLAGENT_AGENTS_BIN-$$(tests/agents/make_npm.sh)} && model=$$(PYTHON=$(BIN)/python examples/smollm2/get_model.sh) && \
 		RLAGENT_REQUIRE_AGENTS=1 RLAGENT_AGENTS_PYTHON=$$python RLAGENT_AGENTS_BIN=$$bin RLAGENT_SMOLLM2=$$model $(BIN)/python -m pytest -n 2 -m agents --durations 5 tests/agents
 
 check: $(STAMP)  ## format, lint, types, the fast tests

@@ -14,7 +14,10 @@ def agents_python() -> str:
 @pytest.fixture(scope="session")
 def agents_bin() -> str:
     """The folder of tests/agents/make_npm.sh, from RLAGENT_AGENTS_BIN."""
-    return _named("RLAGENT_AGENTS_BIN", "tests/agents/make_npm.sh")
+    found = _named("RLAGENT_AGENTS_BIN", "tests/agents/make_npm.sh")
+    if found == "none":  # said by .ci/run
+        pytest.skip("the npm index could not be reached")
+    return found
 
 
 def _named(variable: str, script: str) -> str:

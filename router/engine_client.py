@@ -36,6 +36,7 @@ GENERATE_TIMEOUT_S: Final = 25.0
 # What was aborted or retracted frees its cache within a step; so long a flush waits for that.
 _FLUSH_WAIT_S: Final = 10.0
 _FLUSH_POLL_S: Final = 0.05
+_BAD_REQUEST: Final = 400
 # Longest line of an engine's event stream: cumulative ids and logprobs of a long answer.
 _STREAM_BUFFER: Final = 16 * 1024 * 1024
 
@@ -125,6 +126,7 @@ class Engine:
                 found = self._loads(data)
                 if "error" in found:
                     raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
+                self._refuse_in_stream(found)
                 part = self._part(found, seen_ids, seen_logprobs, ids, experts_from)
                 if not seen_ids:
                     self._check_prefix(found, part, version)
@@ -278,6 +280,12 @@ class Engine:
             raise EngineOverflow(words)
         raise EngineError(f"{self.url}/generate refused the request: {status} {words}")
 
+    def _refuse_in_stream(self, found: Mapping[str, Any]) -> None:
+        """SGLang tells what it refuses once the stream has begun (a schema that its grammar cannot take) as an abort with a status."""
+        finish = _mapping(_mapping(found.get("meta_info")).get("finish_reason"))
+        if finish.get("type") == "abort" and finish.get("status_code") == _BAD_REQUEST:
+            self._refuse(_BAD_REQUEST, str(finish.get("message")).encode())
+
     def _part(
         self, found: Any, seen_ids: list[int], seen_logprobs: list[float], prompt: Int32Array, experts_from: int | None
     ) -> Part:
@@ -358,6 +366,10 @@ def _object(content: bytes) -> Mapping[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
 
 
 def _words(found: Mapping[str, Any], content: bytes) -> str:

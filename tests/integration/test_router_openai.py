@@ -104,6 +104,17 @@ async def test_parsed_tool_calls_and_a_parsed_answer(tmp_path: Path) -> None:
         assert sum(sum(row["loss_mask"]) for row in rows) == len(calls[0]["choices"][0]["output_ids"])
 
 
+async def test_a_schema_that_the_engine_refuses_in_its_stream_is_a_400(tmp_path: Path) -> None:
+    refused = Reply(ids=[0], refusal="Failed to compile json grammar: unsupported type nonsense")
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    async with router(tmp_path, always(refused)) as r, client_of(r) as client:
+        r.engine.grammar_backend = "xgrammar"
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="nonsense"):
+                await client.chat.completions.create(model="m", messages=USER, response_format=form, stream=stream)  # type: ignore[arg-type]
+        assert len(r.engine.requests) == 2
+
+
 async def test_a_forced_call_that_is_cut_is_served_as_text_and_flagged(tmp_path: Path) -> None:
     cut = Reply(ids=TOKENIZER.encode('{"name": "lo'), finish={"type": "length", "length": 5})
     async with router(tmp_path, always(cut)) as r, client_of(r) as client:

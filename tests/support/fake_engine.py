@@ -30,6 +30,7 @@ class Reply:
     held_ids: int = 1
     status: int = 200
     drop: bool = False  # break the connection off instead of ending
+    refusal: str | None = None  # told in the stream, as SGLang does: an abort with a status, an id and no logprobs
 
 
 Script = Callable[[dict[str, Any]], Reply]
@@ -77,7 +78,17 @@ class FakeEngine:
         interval = body["sampling_params"].get("stream_interval", 1)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for count in range(1, len(reply.ids) + 1):
+        if reply.refusal is not None:
+            finish = {"type": "abort", "message": reply.refusal, "status_code": 400, "err_type": "BadRequestError"}
+            meta = {
+                "id": "x",
+                "finish_reason": finish,
+                "completion_tokens": 1,
+                "weight_version": self.version,
+                "output_token_logprobs": [],
+            }
+            await response.write(b"data: " + orjson.dumps({"text": "", "output_ids": [0], "meta_info": meta}) + b"\n\n")
+        for count in range(1, 0 if reply.refusal is not None else len(reply.ids) + 1):
             if reply.hold is not None and count == reply.held_ids + 1:
                 await reply.hold.wait()
             if reply.drop and count == reply.held_ids + 1:

@@ -22,7 +22,7 @@ from bfcl_eval.constants import executable_backend_config as backends
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker as checker
 
 from rlagent.envs.converse import converse
-from rlagent.envs.tools import Tool, Toolbox, ToolError
+from rlagent.envs.tools import Tool, Toolbox, parsed_arguments
 from rlagent.envs.verifiers.attempt import Endpoint
 from rlagent.errors import ConfigError
 from rlagent.types import Reward
@@ -78,13 +78,7 @@ def _tool(document: Mapping[str, Any], world: World) -> Tool:
     name = document["name"]
 
     async def call(arguments: str) -> str:
-        try:
-            given = json.loads(arguments.strip() or "{}")
-        except ValueError as error:
-            raise ToolError(f"{name}: the arguments are not JSON") from error
-        if not isinstance(given, dict):
-            raise ToolError(f"{name}: the arguments are not a JSON object")
-        return world.call(name, (), given)
+        return world.call(name, (), parsed_arguments(name, arguments))
 
     return Tool(name=name, description=document["description"], parameters=_schema(document["parameters"]), call=call)
 

@@ -8,6 +8,7 @@ a malformed one is served as the text it is, and flagged. Invariant: parsing nev
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -41,7 +42,7 @@ def mint_call_id() -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Reading:
+class Reading(ABC):
     """What every family's parser is: fed text, it tells events, and at the end the message. A family reads one `_step` at a time."""
 
     mint: Callable[[], str] = mint_call_id
@@ -76,9 +77,9 @@ class Reading:
             pass
         return events
 
+    @abstractmethod
     def _step(self, events: list[Event], *, last: bool) -> bool:
         """Read as far as one state goes; whether there is more to do."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)

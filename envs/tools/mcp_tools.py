@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from rlagent.envs.tools.tool import Tool, ToolError
+from rlagent.envs.tools.tool import Tool, ToolError, parsed_arguments
 from rlagent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +72,7 @@ def _caller(client: "Client", name: str) -> Any:
     from mcp import MCPError
 
     async def call(arguments: str) -> str:
-        try:
-            given = json.loads(arguments.strip() or "{}")
-        except ValueError as error:
-            raise ToolError(f"{name}: the arguments are not JSON") from error
-        if not isinstance(given, dict):
-            raise ToolError(f"{name}: the arguments are not a JSON object")
+        given = parsed_arguments(name, arguments)
         try:
             result = await client.call_tool(name, given)
         except MCPError as error:

@@ -1,5 +1,6 @@
 """What a tool is: a schema, and a call from JSON text to text."""
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,3 +26,14 @@ class Tool:
         """As chat completions take it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
+
+
+def parsed_arguments(name: str, arguments: str) -> dict[str, Any]:
+    """A call's arguments, JSON text as the model wrote it. ToolError for what is no JSON object."""
+    try:
+        given = json.loads(arguments.strip() or "{}")
+    except ValueError as error:
+        raise ToolError(f"{name}: the arguments are not JSON") from error
+    if not isinstance(given, dict):
+        raise ToolError(f"{name}: the arguments are not a JSON object")
+    return given

@@ -78,6 +78,12 @@ class Staged(Protocol):
         """End what it holds. Safe to repeat."""
         ...
 
+    async def __call__(self, attempt: Attempt) -> float:
+        """One attempt, without a time limit of its own: cancel it to end it."""
+        async with self.ready() as verifier:
+            value = verifier(attempt)
+            return value if isinstance(value, float | int) else await value
+
 
 def text_of(message: Message) -> str:
     """The text of a message whose content is a string, parts, or nothing."""

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import orjson
 
-from rlagent.envs.verifiers.attempt import Attempt, Verifier
+from rlagent.envs.verifiers.attempt import Attempt, Staged, Verifier
 from rlagent.errors import ConfigError, LoadError, VerifierCrashError, VerifierError
 from rlagent.launch.child import Child
 
 _MEMORY_BYTES: Final = 4 * 1024**3  # of addresses, many of which are never touched
 
 
-class Isolated:
+class Isolated(Staged):
     """A function `f(attempt, **arguments) -> float`, named `file.py:function` or `module:function`, in `processes` processes.
 
     They start with the first attempt and stay; memory_bytes bounds each (None: not). Messages and task must be JSON. Of a conversation
@@ -46,12 +46,6 @@ class Isolated:
     def concurrency(self) -> int:
         """As many attempts as processes."""
         return self._processes
-
-    async def __call__(self, attempt: Attempt) -> float:
-        """Without a time limit of its own: cancel it to end it."""
-        async with self.ready() as verifier:
-            value = verifier(attempt)
-            return value if isinstance(value, float | int) else await value
 
     @asynccontextmanager
     async def ready(self) -> AsyncIterator[Verifier]:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
-from rlagent.envs.verifiers.attempt import Attempt, Verifier
+from rlagent.envs.verifiers.attempt import Attempt, Staged, Verifier
 from rlagent.errors import ConfigError, VerifierError
 from rlagent.sandboxes.base import Backend, Limits, Sandbox
 from rlagent.sandboxes.pool import SandboxPool
@@ -34,7 +34,7 @@ sys.__stdout__.write("\\n" + _told + "\\n")
 """
 
 
-class Programs:
+class Programs(Staged):
     """Verifies programs in sandboxes of `backend` (default: process sandboxes with `LIMITS`), `max_open` side by side.
 
     tests: the task's field with Python that raises where the solution is wrong; 1.0 if nothing raises.
@@ -65,12 +65,6 @@ class Programs:
     def concurrency(self) -> int:
         """As many attempts as sandboxes."""
         return self._max_open
-
-    async def __call__(self, attempt: Attempt) -> float:
-        """One attempt, in a sandbox of its own."""
-        async with self.ready() as verifier:
-            value = verifier(attempt)
-            return value if isinstance(value, float | int) else await value
 
     @asynccontextmanager
     async def ready(self) -> AsyncIterator[Verifier]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import VOCAB, make_batch, with_experts
@@ -67,7 +69,8 @@ def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Pat
         assert found["weights"] == [{}, {}], "only rank 0 is given weights"
 
 
-def main() -> None:
+def each_layout(run: Callable[[dict[str, Any], int, int, int, Path, Path], None]) -> None:
+    """Call `run` for each layout that the command line names, each at a port of its own."""
     rank, world, port = (int(value) for value in sys.argv[1:4])
     torch.set_num_threads(1)
     for number, layout in enumerate(json.loads(sys.argv[6])):
@@ -75,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    each_layout(run)

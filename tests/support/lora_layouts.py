@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from learner_layouts import CONFIG, STRAIGHT, layout_batch, layout_name
+from learner_layouts import CONFIG, STRAIGHT, each_layout, layout_batch, layout_name
 
 from rlagent.trainer.config import LearnerConfig, LoraConfig, LossConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
@@ -64,12 +62,5 @@ def run(layout: dict[str, Any], rank: int, world: int, port: int, model_dir: Pat
         torch.save(found, out / f"{name}.pt")
 
 
-def main() -> None:
-    rank, world, port = (int(value) for value in sys.argv[1:4])
-    torch.set_num_threads(1)
-    for number, layout in enumerate(json.loads(sys.argv[6])):
-        run(layout, rank, world, port + number, Path(sys.argv[4]), Path(sys.argv[5]))
-
-
 if __name__ == "__main__":
-    main()
+    each_layout(run)

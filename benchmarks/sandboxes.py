@@ -41,7 +41,9 @@ async def bare(home: Path) -> None:
     """What the sandbox does, without its limits, directories and output."""
     found = shutil.which("bwrap")
     assert found is not None
-    line = bubblewrap.command(found, ["true"], home=home, cwd=Path(), env={}, network=False, status_fd=2)
+    line = bubblewrap.command(
+        found, ["true"], home=home, cwd=Path(), env={}, network=False, readable=(), status_fd=2, held_by=0
+    )
     process = await asyncio.create_subprocess_exec(
         *line, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )

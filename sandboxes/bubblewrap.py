@@ -35,11 +35,12 @@ async def refusal(bwrap: str, user: int = 0) -> str | None:
 
 def command(
     bwrap: str, argv: Sequence[str], *, home: Path, cwd: Path, env: Mapping[str, str], network: bool,
-    readable: Sequence[Path], status_fd: int, held_by: int | None,
+    readable: Sequence[Path], status_fd: int, held_by: int,
 ) -> list[str]:  # fmt: skip
     """`home` has the directories work, tmp and shm, all that a command can write to; `cwd` is relative to work.
 
-    readable: places of the host that it sees besides the system's. held_by: a descriptor that must be written to before it begins.
+    readable: places of the host that it sees besides the system's. status_fd: where `Status` is written. held_by: a descriptor that
+    must be written to before the command begins.
     """
     line = [bwrap, *_ISOLATION, *(["--share-net"] if network else [])]
     # Set inside: an LD_PRELOAD of the caller's must not act on bubblewrap itself.
@@ -53,9 +54,8 @@ def command(
     # To a sandbox that root opened, /proc/sys is the host's own: the kernel asks for root's id there, and for no capability.
     for sealed in ("/proc", "/dev", "/"):
         line += ["--remount-ro", sealed]
-    if held_by is not None:
-        line += ["--block-fd", str(held_by)]
-    return [*line, "--json-status-fd", str(status_fd), "--chdir", f"{WORK}/{cwd}", "--", *argv]
+    line += ["--block-fd", str(held_by), "--json-status-fd", str(status_fd)]
+    return [*line, "--chdir", f"{WORK}/{cwd}", "--", *argv]
 
 
 @cache
@@ -83,9 +83,9 @@ class Status:
 
     @classmethod
     def parse(cls, written: bytes) -> "Status":
-        """One JSON document a line."""
+        """One JSON document a line; the last may be cut."""
         found: dict[str, int] = {}
-        for line in written.splitlines():
+        for line in written[: written.rfind(b"\n") + 1].splitlines():
             found |= json.loads(line)
         return cls(found.get("child-pid"), found.get("exit-code"))
 

@@ -1,14 +1,14 @@
 """Limits of all processes of a sandbox together, by control groups of version 1 or 2, where they can be written.
 
-A sandbox has one group (in version 1: one in each hierarchy), below one of its owner, below the group this process is in. A command
-joins it before it becomes bubblewrap, so nothing of it ever runs outside.
+A sandbox has one group (in version 1: one in each hierarchy), below one of its owner, below the group this process is in. No
+command begins before it has joined: see spawn.py. A group that is empty again serves another sandbox with the same limits.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,8 @@ from rlagent.sandboxes.base import Limits
 _PERIOD_US: Final = 100_000
 _EMPTY_S: Final = 5.0  # a killed process leaves its group within milliseconds
 _PASS_S: Final = 0.005
+_CLEAN_BYTES: Final = 4 * 1024**2  # what the kernel has not given back yet, and can
+_READ_BYTES: Final = 4096
 _CONTROLLERS: Final = ("memory", "pids", "cpu")
 
 
@@ -55,6 +57,8 @@ class Cgroups:
         """A sandbox's group with its limits. OSError where one cannot be set."""
         directories: dict[str, Path] = {}
         for name, own in self.own.items():
+            if self.version == 1 and name == "cpu" and limits.cpus is None:
+                continue
             above = own / f"rlagent-{owner}"
             if not above.is_dir():
                 above.mkdir(exist_ok=True)
@@ -63,7 +67,7 @@ class Cgroups:
             directories[name] = above / sandbox
         for directory in set(directories.values()):
             directory.mkdir()
-        group = Group(self.version, directories)
+        group = Group(self.version, directories, self.own)
         try:
             group.limit(limits)
         except OSError:
@@ -84,16 +88,49 @@ class Cgroups:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One sandbox's group: controller -> directory."""
+    """One sandbox's group: controller -> directory, and that of our own group."""
 
     version: int
     directories: dict[str, Path]
+    own: dict[str, Path]
 
     @property
     def doors(self) -> list[Path]:
         """Files to which a process writes 0 to join. `tasks` moves one thread, without the lock that waits for the whole machine."""
         name = "tasks" if self.version == 1 else "cgroup.procs"
-        return [directory / name for directory in dict.fromkeys(self.directories.values())]
+        return [path / name for path in sorted(self._paths)]
+
+    @property
+    def _paths(self) -> set[Path]:
+        return set(self.directories.values())
+
+    @property
+    def _late(self) -> set[Path]:
+        """Version 2 knows no threads. In `cpu` a command could hold the thread, and with it the interpreter's lock, as long as it likes."""
+        return self._paths if self.version == 2 else self._paths & {self.directories.get("cpu")}
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What this thread starts meanwhile is in the group, but for what `take_in` says."""
+        early = self._paths - self._late
+        try:
+            for path in early:
+                _write(path / "tasks", b"0")
+            yield
+        finally:
+            for name in {path: name for name, path in self.directories.items() if path in early}.values():
+                _write(self.own[name] / "tasks", b"0")
+
+    @property
+    def takes_in(self) -> bool:
+        """Whether what was started in `entered` is not in all of it yet."""
+        return bool(self._late)
+
+    def take_in(self, pid: int) -> None:
+        """Move a process that was started in `entered` to where no thread of ours goes. It may wait for the whole machine."""
+        with suppress(ProcessLookupError):
+            for path in self._late:
+                _write(path / "cgroup.procs", str(pid).encode())
 
     def limit(self, limits: Limits) -> None:
         """Write the limits."""
@@ -107,14 +144,23 @@ class Group:
         """How many processes the kernel has ended for want of memory in this group."""
         if "memory" not in self.directories:
             return 0
-        told = self.directories["memory"] / ("memory.oom_control" if self.version == 1 else "memory.events")
-        counts = dict(line.split() for line in told.read_text().splitlines())
-        return int(counts.get("oom_kill", 0))
+        told = _read(self.directories["memory"] / ("memory.oom_control" if self.version == 1 else "memory.events"))
+        counts = dict(line.split() for line in told.splitlines())
+        return int(counts.get(b"oom_kill", 0))
+
+    def is_clean(self) -> bool:
+        """Whether another sandbox may have it: no process in it, and next to nothing that counts as its memory."""
+        if any(_read(path / "cgroup.procs") for path in self._paths):
+            return False
+        if "memory" not in self.directories:
+            return True
+        used = _read(self.directories["memory"] / ("memory.usage_in_bytes" if self.version == 1 else "memory.current"))
+        return int(used) <= _CLEAN_BYTES
 
     def close(self) -> None:
         """Kill what is in it and remove it."""
-        for directory in set(self.directories.values()):
-            _remove(directory)
+        for path in self._paths:
+            _remove(path)
 
     def _settings(self, limits: Limits) -> Iterator[tuple[str, str, str]]:
         one = self.version == 1
@@ -123,10 +169,27 @@ class Group:
             yield "memory", "memory.limit_in_bytes" if one else "memory.max", size
             yield "memory", "memory.memsw.limit_in_bytes" if one else "memory.swap.max", size if one else "0"
         if limits.pids is not None:
-            yield "pids", "pids.max", str(limits.pids + 3)  # the shell that becomes bubblewrap, and its two processes
+            yield "pids", "pids.max", str(limits.pids + 3)  # what starts bubblewrap, and its two processes
         if limits.cpus is not None:
             quota = str(max(1000, int(limits.cpus * _PERIOD_US)))
             yield "cpu", "cpu.cfs_quota_us" if one else "cpu.max", quota if one else f"{quota} {_PERIOD_US}"
+
+
+def _read(path: Path) -> bytes:
+    """A short file of the kernel's, at once."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _READ_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
 
 
 def _group(mounted: Path, path: str) -> Path:
@@ -155,9 +218,10 @@ def _remove(directory: Path) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            for pid in (directory / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            for pid in map(int, (directory / "cgroup.procs").read_text().split()):
+                if pid != os.getpid():  # a thread that starts a command leaves by itself
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(_PASS_S)
         else:
             return

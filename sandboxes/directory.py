@@ -35,13 +35,10 @@ async def exec_in(
     guard = shutil.which("setpriv")  # a program must not outlive a worker that was killed
     line = [*([guard, "--pdeathsig", "KILL", "--"] if guard else []), program, *argv[1:]]
     with ExitStack() as ours:
-        content = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.memfd_create("stdin")
+        content = spawn.standard_input(stdin)
         ours.callback(os.close, content)
-        if stdin is not None:
-            os.write(content, stdin)
-            os.lseek(content, 0, os.SEEK_SET)
         out, err = Capture(output_limit_bytes), Capture(output_limit_bytes)
-        ends = (content, await out.open(), await err.open())
+        ends = (content, out.open(), err.open())
         try:
             process = spawn.start(line, env={**env, _MARK: mark}, cwd=directory, files=ends, keep=(), user=0)
         finally:

@@ -1,6 +1,6 @@
 """A door for a command without network: one listening port on its own loopback, answered from outside.
 
-In the flow: bubblewrap holds the command back in its new namespaces; this file, run as a script by a process of its own, enters the
+In the flow: a command is held back in its new namespaces (hold.py); this file, run as a script by a process of its own, enters the
 network namespace, opens a listening socket there and hands it to us; what serves it runs on our side; then the command begins.
 A socket belongs to the namespace it was made in, so nothing of the host's network is let in: only what the server answers.
 Invariant: the script imports nothing but the standard library, and works for the owner of the namespaces as for root.
@@ -25,46 +25,12 @@ _NS_GET_USERNS = 0xB701
 _BACKLOG = 128
 
 
-class Held:
-    """A command that waits for its door. `read_end` is for bubblewrap's --block-fd; what it told meanwhile is in `told`."""
-
-    def __init__(self, status: int) -> None:
-        self.told = b""
-        self.read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
-        self._status = status
-
-    @asynccontextmanager
-    async def serving(self, door: "Door") -> AsyncIterator[None]:
-        """Open the door and let the command begin. Where the command never comes so far, there is nothing to serve."""
-        pid = await self._first_pid()
-        if pid is None:
+@asynccontextmanager
+async def serving(pid: int, door: "Door") -> AsyncIterator[None]:
+    """Open and serve the door of a command that is held back, by the host's id of its first process. SandboxError."""
+    with await _listen(pid, door.port) as listening:
+        async with door.serve(listening):
             yield
-            return
-        with await _listen(pid, door.port) as listening:
-            async with door.serve(listening):
-                os.write(self._write_end, b"x")
-                yield
-
-    def close(self) -> None:
-        """Close our end; a command still held is let go, and must have been killed before."""
-        os.close(self._write_end)
-
-    async def _first_pid(self) -> int | None:
-        from rlagent.sandboxes.bubblewrap import Status
-
-        loop = asyncio.get_running_loop()
-        while b"\n" not in self.told:  # one document a line, and a line may come in pieces
-            ready = asyncio.Event()
-            loop.add_reader(self._status, ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(self._status)
-            piece = os.read(self._status, 4096)
-            if not piece:
-                return None
-            self.told += piece
-        return Status.parse(self.told).first_pid
 
 
 async def _listen(pid: int, port: int) -> socket.socket:

@@ -31,6 +31,7 @@ class Home:
     place: Path
     layers: tuple[Path, ...]
     user: int
+    bounded: bool
     namespace: int | None = None
 
     @property
@@ -39,26 +40,32 @@ class Home:
         return self.place / "files"
 
     @classmethod
-    async def make(
+    def make(
         cls, launcher: Launcher, place: Path, *, limits: Limits, mounts: bool, layers: tuple[Path, ...], user: int
     ) -> "Home":
-        """New files at `place`: empty, or those of the layers. `mounts`: whether we may mount. `user` owns them, if not 0."""
-        home = cls(launcher=launcher, place=place, layers=layers if mounts and not user else (), user=user)
-        fill, size = home._fill, limits.disk_bytes if mounts else None
+        """New files at `place`: empty, or those of the layers. `mounts`: whether we may mount. `user` owns them, if not 0.
+
+        In a thread of the launcher. `place` may be common to all sandboxes, and must be there, where `on_tmpfs`.
+        """
+        layered = layers if mounts and not user else ()
+        home = cls(launcher=launcher, place=place, layers=layered, user=user, bounded=cls.on_tmpfs(limits, mounts))
         try:
-            if size is not None or home.layers:
-                home = replace(home, namespace=await launcher.new_namespace(lambda: fill(size)))
+            if home.bounded or home.layers:
+                home = replace(home, namespace=launcher.new_namespace(lambda: home._fill(limits.disk_bytes)))
             else:
-                await launcher.run(home._make_place)
-                await launcher.run(home._directories, user=user)
+                home._make_place()
+                launcher.call(home._directories, user=user)
             if layers and not home.layers:
-                await home.run_as_owner(lambda: _copy(layers[0], home.files))
-                if user:
-                    await home.run_as_owner(lambda: _run("chown", "-hR", f"{user}:{user}", str(home.files)))
+                launcher.call(home._copy_in(layers[0]), namespace=home.namespace)
         except (OSError, SandboxError) as error:
-            await launcher.run(home.delete)
+            home.delete()
             raise SandboxError(f"the sandbox's files cannot be made: {error}") from error
         return home
+
+    @staticmethod
+    def on_tmpfs(limits: Limits, mounts: bool) -> bool:
+        """Whether a sandbox's files lie on a tmpfs of its own."""
+        return mounts and limits.disk_bytes is not None
 
     async def run(self, function: Callable[[], T]) -> T:
         """Run it where the files are seen, with the sandbox user's rights on files."""
@@ -80,8 +87,16 @@ class Home:
         """Unmount by letting go, and delete what lies on disk. In a thread of the launcher."""
         if self.namespace is not None:
             os.close(self.namespace)
-        if self.place.exists():
+        if not self.bounded and self.place.exists():
             delete_tree(self.place)
+
+    def _copy_in(self, layer: Path) -> Callable[[], None]:
+        def copy() -> None:
+            _copy(layer, self.files)
+            if self.user:
+                _run("chown", "-hR", f"{self.user}:{self.user}", str(self.files))
+
+        return copy
 
     def _make_place(self) -> None:
         self.place.mkdir(mode=0o700)
@@ -90,8 +105,9 @@ class Home:
 
     def _fill(self, size: int | None) -> None:
         """In a new namespace: mount."""
-        self._make_place()
-        if size is not None:
+        if size is None:
+            self._make_place()
+        else:
             options = (
                 f"size={size},nr_inodes={max(1024, size // _BYTES_A_FILE)},mode=0700,uid={self.user},gid={self.user}"
             )

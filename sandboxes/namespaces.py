@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -50,17 +51,14 @@ class Launcher:
         self._own = threading.local()
 
     async def run(self, function: Callable[[], T], *, namespace: int | None = None, user: int = 0) -> T:
-        """The function's result. `namespace` is a descriptor of one; `user`, if not 0, owns the files that are made."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, function, namespace, user)
-
-    async def new_namespace(self, fill: Callable[[], None]) -> int:
-        """A descriptor of a new namespace in which `fill` has mounted. OSError where that is not allowed."""
-        return await self.run(lambda: self._make(fill))
+        """`call` in one of the threads."""
+        call = partial(self.call, function, namespace=namespace, user=user)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def can_mount(self) -> bool:
         """Whether namespaces of ours can be made."""
         try:
-            os.close(await self.new_namespace(lambda: None))
+            await self.run(lambda: os.close(self.new_namespace(lambda: None)))
         except OSError:
             return False
         return True
@@ -75,7 +73,8 @@ class Launcher:
         self._own.alone = _libc.unshare(_CLONE_FS) == 0
         self._own.home = _Descriptor("/proc/thread-self/ns/mnt")
 
-    def _make(self, fill: Callable[[], None]) -> int:
+    def new_namespace(self, fill: Callable[[], None]) -> int:
+        """In one of the threads: a descriptor of a new namespace in which `fill` has mounted. OSError where that is not allowed."""
         _check(_libc.unshare(_CLONE_NEWNS))
         try:
             mount("none", Path("/"), "none", _MS_REC | _MS_SLAVE)
@@ -84,7 +83,11 @@ class Launcher:
         finally:
             _check(_libc.setns(self._own.home.number, _CLONE_NEWNS))
 
-    def _call(self, function: Callable[[], T], namespace: int | None, user: int) -> T:
+    def call(self, function: Callable[[], T], *, namespace: int | None = None, user: int = 0) -> T:
+        """In one of the threads: the function's result.
+
+        `namespace` is a descriptor of one; `user`, if not 0, owns the files that are made.
+        """
         if namespace is not None and _libc.setns(namespace, _CLONE_NEWNS) != 0:
             raise SandboxError(f"the sandbox's mounts cannot be entered: {os.strerror(ctypes.get_errno())}")
         if user:

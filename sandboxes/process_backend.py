@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Final, Self
 from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Limits, Snapshot
+from rlagent.sandboxes.cgroup_reuse import Groups
 from rlagent.sandboxes.cgroups import Cgroups, Group
 from rlagent.sandboxes.files import delete_tree
 from rlagent.sandboxes.home import Home
 from rlagent.sandboxes.namespaces import Launcher
 from rlagent.sandboxes.owner import Owner, default_state_directory
-from rlagent.sandboxes.spawn import Prelude
+from rlagent.sandboxes.spawn import Prelude, rlimits
 
 if TYPE_CHECKING:
     from rlagent.sandboxes.process import ProcessSandbox
 
 _KIND: Final = "process"
+_MOUNTED: Final = "mounted"  # where each sandbox's files are mounted, in a mount namespace of its own
 # Users that belong to nobody: above what distributions give to users and their subordinate ranges, below 2**31.
 _FIRST_USER: Final = 1_600_000_000
 _USERS_AN_OWNER: Final = 65536
@@ -40,17 +42,12 @@ class Room:
 
     home: Home
     group: Group | None
-    prelude: Prelude
+    rlimits: Mapping[int, int]
+    prelude: Prelude | None  # None where commands are held back, and limited meanwhile
 
     def oom_kills(self) -> int:
         """How many of its processes were ended for want of memory."""
         return 0 if self.group is None else self.group.oom_kills()
-
-    def clear(self) -> None:
-        """Delete its files and its group. In a thread of the launcher."""
-        self.home.delete()
-        if self.group is not None:
-            self.group.close()
 
 
 class ProcessBackend:
@@ -74,6 +71,7 @@ class ProcessBackend:
         self._control_groups = control_groups
         self._state = state_directory or default_state_directory()
         self._cgroups = Cgroups(1, {})
+        self._groups = Groups(self._cgroups, "", self.limits)
         self._mounts = False
         self._owner: Owner | None = None
         self._launcher = Launcher()
@@ -110,6 +108,8 @@ class ProcessBackend:
         try:
             if self._control_groups:
                 self._cgroups = await asyncio.to_thread(Cgroups.find)
+            self._groups = Groups(self._cgroups, self._owner.name, self.limits)
+            (self._owner.directory / _MOUNTED).mkdir(mode=0o711)
             self.bwrap = await self._bubblewrap()
             self._mounts = self.isolated and await self._launcher.can_mount()
             for name in self._owner.dead(_KIND):
@@ -142,7 +142,7 @@ class ProcessBackend:
             await sandbox.close()
         owner, self._owner = self._owner, None
         if owner is not None:
-            await asyncio.to_thread(self._cgroups.sweep, owner.name)
+            await asyncio.to_thread(self._groups.close)
             await asyncio.to_thread(owner.close)
             await asyncio.to_thread(self._launcher.close)
 
@@ -154,26 +154,36 @@ class ProcessBackend:
         number = next(self._numbers)
         layers = self._layers[snapshot.name] if snapshot else ()
         user = self._first_user + number % _USERS_AN_OWNER if self._separate_users else 0
-        place = owner.directory / f"s{number}"
-        home = await Home.make(self._launcher, place, limits=self.limits, mounts=self._mounts, layers=layers, user=user)
-        group = None
-        try:
-            if self._cgroups.own:
-                group = await self._launcher.run(lambda: self._cgroups.make(owner.name, place.name, self.limits))
-        except OSError as error:
-            await self._launcher.run(home.delete)
-            raise SandboxError(f"the limits cannot be set: {error}; give control_groups=False to do without") from error
-        prelude = Prelude.make(
-            self.limits, doors=group.doors if group else (), address_space="memory" not in self._cgroups.own,
-            processes="pids" not in self._cgroups.own,
-        )  # fmt: skip
+        shared = Home.on_tmpfs(self.limits, self._mounts)
+        place = owner.directory / (_MOUNTED if shared else f"s{number}")
+        room = await self._launcher.run(lambda: self._make_room(place, layers, user))
         self._open.add(sandbox)
-        return Room(home=home, group=group, prelude=prelude)
+        return room
 
     async def clear_room(self, sandbox: "ProcessSandbox", room: Room) -> None:
         """Take it all back. For ProcessSandbox."""
         self._open.discard(sandbox)
-        await self._launcher.run(room.clear)
+        await self._launcher.run(lambda: self._clear_room(room))
+
+    def _make_room(self, place: Path, layers: tuple[Path, ...], user: int) -> Room:
+        """In a thread of the launcher."""
+        home = Home.make(self._launcher, place, limits=self.limits, mounts=self._mounts, layers=layers, user=user)
+        try:
+            group = self._groups.take()
+        except OSError as error:
+            home.delete()
+            raise SandboxError(f"the limits cannot be set: {error}; give control_groups=False to do without") from error
+        own = self._cgroups.own
+        bounds = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
+        held = self.isolated and "pids" in own
+        prelude = None if held else Prelude.make(bounds, group.doors if group else ())
+        return Room(home=home, group=group, rlimits=bounds, prelude=prelude)
+
+    def _clear_room(self, room: Room) -> None:
+        """In a thread of the launcher."""
+        room.home.delete()
+        if room.group is not None:
+            self._groups.give_back(room.group)
 
     async def keep(self, room: Room) -> Snapshot:
         """The files of a sandbox as a snapshot. For ProcessSandbox."""

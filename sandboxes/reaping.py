@@ -1,4 +1,4 @@
-"""Ending what a command started: by process group, by pid namespace, by a mark in the environment."""
+"""Ending what a command started, by process group or by a mark in the environment; and waiting for descriptors."""
 
 import asyncio
 import os
@@ -8,9 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_NAMESPACE_S: Final = (
-    5.0  # a killed namespace is gone within milliseconds; bounded in case its id names something else by now
-)
 _PASS_S: Final = 0.01
 
 
@@ -20,22 +17,20 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-async def namespace_gone(first_pid: int) -> None:
-    """Wait until the first process of a killed pid namespace is gone; the kernel lets it go only after all others."""
-    try:
-        process = os.pidfd_open(first_pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
+async def readable(descriptor: int) -> None:
+    """Wait until there is something to read, or, of a process's descriptor, until it has ended."""
     loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, set_ready)
     try:
-        loop.add_reader(process, gone.set)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_NAMESPACE_S):
-                await gone.wait()
+        await ready
     finally:
-        loop.remove_reader(process)
-        os.close(process)
+        loop.remove_reader(descriptor)
 
 
 def kill_marked(mark: str) -> None:

@@ -1,25 +1,50 @@
 """Starting a command's process under its limits, and waiting for its end without a thread of its own.
 
-A shell joins the sandbox's control groups, sets the rlimits and becomes the command: the child is started by vfork, which a function
-of ours between fork and exec would forbid, and forking a large process is what costs.
+The child is started by vfork, which a function of ours between fork and exec would forbid, and forking a large process is what
+costs. So a command that bubblewrap holds back is limited while it waits (`limit`, cgroups.py), and before any other a shell joins the
+groups, sets the rlimits and becomes the command (`Prelude`). A number of processes that an rlimit bounds must be set by the shell: the
+kernel counts them over a user's namespaces only as far as the bound is older than these.
 """
 
-import asyncio
 import os
 import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 from rlagent.sandboxes.base import Limits
+from rlagent.sandboxes.reaping import readable
 
 # Of each shell: the option and unit of processes and file sizes. dash's are those of every small shell.
 _BASH: Final = ("u", 1024)
 _DASH: Final = ("p", 512)
+
+
+def rlimits(limits: Limits, *, address_space: bool, processes: bool) -> dict[int, int]:
+    """Resource -> value. Those of address space and number of processes only where they stand in for control groups."""
+    wanted = {
+        resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: limits.cpu_s, resource.RLIMIT_FSIZE: limits.file_size_bytes,
+        resource.RLIMIT_NOFILE: limits.open_files, resource.RLIMIT_AS: limits.memory_bytes if address_space else None,
+        resource.RLIMIT_NPROC: limits.pids if processes else None,
+    }  # fmt: skip
+    ours = {which: resource.getrlimit(which)[1] for which in wanted}
+    return {
+        which: value if ours[which] == resource.RLIM_INFINITY else min(value, ours[which])
+        for which, value in wanted.items()
+        if value is not None
+    }
+
+
+def limit(pid: int, bounds: Mapping[int, int]) -> None:
+    """Set the rlimits of a process that does nothing yet."""
+    with suppress(ProcessLookupError):
+        for which, value in bounds.items():
+            resource.prlimit(pid, which, (value, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +55,17 @@ class Prelude:
     script: str
 
     @classmethod
-    def make(cls, limits: Limits, *, doors: Sequence[Path], address_space: bool, processes: bool) -> "Prelude":
-        """Join the groups behind `doors`; rlimits of address space and number of processes only where they stand in for groups."""
-        shell, (option, block) = _shell()
-        hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        files = limits.open_files if limits.open_files is None else min(limits.open_files, hard_files)
-        bounds = [
-            ("c", 0),
-            ("t", limits.cpu_s),
-            ("f", None if limits.file_size_bytes is None else limits.file_size_bytes // block),
-            ("n", files),
-            ("v", limits.memory_bytes // 1024 if address_space and limits.memory_bytes is not None else None),
-            (option, limits.pids if processes else None),
-        ]
+    def make(cls, rlimits: Mapping[int, int], doors: Sequence[Path]) -> "Prelude":
+        """Join the groups behind `doors`, then set the rlimits."""
+        shell, (processes, block) = _shell()
+        options = {
+            resource.RLIMIT_CORE: ("c", 1), resource.RLIMIT_CPU: ("t", 1), resource.RLIMIT_FSIZE: ("f", block),
+            resource.RLIMIT_NOFILE: ("n", 1), resource.RLIMIT_AS: ("v", 1024), resource.RLIMIT_NPROC: (processes, 1),
+        }  # fmt: skip
         lines = ["set -e", *(f'echo 0 > "{door}"' for door in doors)]
-        lines += [f"ulimit -{name} {value}" for name, value in bounds if value is not None]
+        for which, value in rlimits.items():
+            option, unit = options[which]
+            lines.append(f"ulimit -{option} {value // unit}")
         return cls(shell=shell, script="\n".join([*lines, 'exec "$@"']))
 
     def before(self, argv: Sequence[str]) -> list[str]:
@@ -57,6 +78,17 @@ def _shell() -> tuple[str, tuple[str, int]]:
     """The smallest shell there is, and the option and unit of its ulimit."""
     dash, bash = shutil.which("dash"), shutil.which("bash")
     return (bash, _BASH) if bash is not None and dash is None else (dash or "/bin/sh", _DASH)
+
+
+def standard_input(content: bytes | None) -> int:
+    """A descriptor that a command reads `content` from."""
+    if content is None:
+        return os.open(os.devnull, os.O_RDONLY)
+    descriptor = os.memfd_create("stdin")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def start(
@@ -78,12 +110,10 @@ def start(
 
 async def exited(process: subprocess.Popen[bytes]) -> None:
     """Wait for its end. Its status is not taken, so its id stays its own until `process.wait()`."""
+    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:  # noqa: ASYNC222 (does not wait)
+        return
     descriptor = os.pidfd_open(process.pid)
-    loop = asyncio.get_running_loop()
-    gone = asyncio.Event()
-    loop.add_reader(descriptor, gone.set)
     try:
-        await gone.wait()
+        await readable(descriptor)
     finally:
-        loop.remove_reader(descriptor)
         os.close(descriptor)

@@ -7,6 +7,7 @@ with B groups a step and max_staleness s, at most (s + 1) * B groups exist that 
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from rlagent.types import GREEDY, Reward
 
 _MAX_ATTEMPTS: Final = 3  # a rollout whose worker died under it this often counts as failed
 _GROUP_PREFIX: Final = "group-"
+_LOOK_AGAIN_S: Final = 1.0  # the buffer drops a group that became stale when it is to be leased, and tells nobody
 
 
 class Collector:
@@ -80,7 +82,8 @@ class Collector:
                     running.create_task(self._group(self.next_index, place, self._group_size, opened))
                     self.next_index += 1
                     await opened.wait()
-                await self._wake.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), _LOOK_AGAIN_S)
 
     def _room(self, status: BufferStatus) -> int:
         outstanding = status.backlog + len(status.incomplete) + max(status.leased, self._training)

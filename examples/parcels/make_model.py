@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -100,7 +100,13 @@ def write_conversation(task: Task, stops: Sequence[float], rng: random.Random) -
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over the full byte alphabet, trained on expert conversations.
+    """The demo's tokenizer, from expert conversations."""
+    template = (HERE / "chat_template.jinja").read_text()
+    return train_tokenizer(tokenizer_corpus(template, seed), template)
+
+
+def train_tokenizer(corpus: Iterator[str], template: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over the full byte alphabet, trained on a corpus.
 
     Two-digit numbers and capitalised words stand alone; everything between them may merge, so that a tool's schema
     takes few tokens.
@@ -117,14 +123,13 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     # Not special, as in Qwen3: a decoder that skips special tokens must keep tool calls and thoughts.
     added += [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(added),
+        vocab_size=vocab_size - len(added),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    template = (HERE / "chat_template.jinja").read_text()
-    core.train_from_iterator(tokenizer_corpus(template, seed), trainer)
+    core.train_from_iterator(corpus, trainer)
     core.add_tokens(added)
-    assert core.get_vocab_size() == VOCAB_SIZE, "the corpus is too uniform for this many merges"
+    assert core.get_vocab_size() == vocab_size, "the corpus is too uniform for this many merges"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=MAX_POSITIONS
     )
@@ -159,13 +164,15 @@ class Example:
     labels: list[int]
 
 
-def make_example(tokenizer: PreTrainedTokenizerFast, conversation: list[Message]) -> Example:
+def make_example(
+    tokenizer: PreTrainedTokenizerFast, conversation: list[Message], tools: list[Any] = TOOL_SCHEMAS
+) -> Example:
     token_ids, labels = list[int](), list[int]()
     for i, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
-        prompt = render(tokenizer, conversation[:i], add_generation_prompt=True)
-        turn = render(tokenizer, conversation[: i + 1])[len(prompt) :].removesuffix("\n")
+        prompt = render(tokenizer, conversation[:i], tools, add_generation_prompt=True)
+        turn = render(tokenizer, conversation[: i + 1], tools)[len(prompt) :].removesuffix("\n")
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
         turn_ids = tokenizer.encode(turn, add_special_tokens=False)
         labels += [IGNORED_LABEL] * (len(prompt_ids) - len(labels)) + turn_ids
@@ -174,18 +181,22 @@ def make_example(tokenizer: PreTrainedTokenizerFast, conversation: list[Message]
 
 
 def render(
-    tokenizer: PreTrainedTokenizerFast, conversation: list[Message], *, add_generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    conversation: list[Message],
+    tools: list[Any] = TOOL_SCHEMAS,
+    *,
+    add_generation_prompt: bool = False,
 ) -> str:
     return str(
         tokenizer.apply_chat_template(
-            conversation, tools=TOOL_SCHEMAS, tokenize=False, add_generation_prompt=add_generation_prompt
+            conversation, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     )
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
@@ -205,25 +216,31 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def warm_start(
     tokenizer: PreTrainedTokenizerFast, stops: Sequence[float], *, num_steps: int, seed: int
 ) -> Qwen3ForCausalLM:
-    """Train a new model on an expert's conversations, then on some that stop with the given chances.
-
-    The loss is on what the assistant says.
-    """
-    torch.manual_seed(seed)
+    """Train a new model on an expert's conversations, then on some that stop with the given chances."""
     rng = random.Random(seed)
+    tasks = generate_tasks("train", seed=seed)
+
+    def batch(step: int) -> list[Example]:
+        current_stops = EXPERT_STOPS if step < EXPERT_SHARE * num_steps else stops
+        drawn = itertools.islice(tasks, BATCH_SIZE)
+        return [make_example(tokenizer, write_conversation(task, current_stops, rng)) for task in drawn]
+
+    return fit(tokenizer, batch, num_steps=num_steps, seed=seed)
+
+
+def fit(
+    tokenizer: PreTrainedTokenizerFast, batches: Callable[[int], list[Example]], *, num_steps: int, seed: int
+) -> Qwen3ForCausalLM:
+    """A new model, trained on a batch a step. The loss is on what the assistant says."""
+    torch.manual_seed(seed)
     model = Qwen3ForCausalLM(make_config(tokenizer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, PEAK_LR, total_steps=num_steps, pct_start=0.1, cycle_momentum=False
     )
-    tasks = generate_tasks("train", seed=seed)
     started = time.monotonic()
     for step in range(num_steps):
-        current_stops = EXPERT_STOPS if step < EXPERT_SHARE * num_steps else stops
-        batch = [
-            make_example(tokenizer, write_conversation(task, current_stops, rng))
-            for task in itertools.islice(tasks, BATCH_SIZE)
-        ]
+        batch = batches(step)
         length = max(len(example.token_ids) for example in batch)
         pad_id = tokenizer.pad_token_id
         inputs = torch.tensor([e.token_ids + [pad_id] * (length - len(e.token_ids)) for e in batch])

@@ -42,6 +42,7 @@ def test_sums_are_worked_out_and_held_out() -> None:
         assert reasoning.score(attempt) == 1.0, (task["question"], said["content"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="TextWorld-Express needs Java")
 def test_a_careful_player_finds_the_coin_and_a_careless_one_seldom() -> None:
     train, heldout = loaded("coin.py", "tasks")(20, 5)
@@ -52,6 +53,7 @@ def test_a_careful_player_finds_the_coin_and_a_careless_one_seldom() -> None:
     assert ended[1] <= 12
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     make = loaded("warm_start.py", "make")

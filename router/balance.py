@@ -41,6 +41,9 @@ class Pool:
 
     async def pick(self, session_id: str, group_id: str | None = None, avoid: Collection[Engine] = ()) -> Engine:
         """The engine for a session's next request. NoEngine when none is ready and none is being started."""
+        home = self._homes.get(session_id)
+        if home is not None and home.state == "ready" and home not in avoid:
+            return home
         found = self._open(avoid)
         if not found:
             await self._wait(avoid)
@@ -50,8 +53,7 @@ class Pool:
             raise NoEngine(f"no engine can take the call now ({states}); try again in a few seconds")
         home = self._homes.get(session_id)
         if home is None or home not in found:
-            home = self._group_home(group_id, found)
-            self._homes[session_id] = home
+            home = self._homes[session_id] = self._group_home(group_id, found)
         return home
 
     async def _wait(self, avoid: Collection[Engine]) -> None:

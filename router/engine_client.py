@@ -10,7 +10,7 @@ import asyncio
 import binascii
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -21,6 +21,7 @@ import orjson
 from yarl import URL
 
 from rlagent.errors import EngineError, RecordingError
+from rlagent.router.engine_http import Answer, Endpoint
 from rlagent.types import Int16Array, Int32Array, VersionSpan
 
 EngineState = Literal["starting", "ready", "down"]
@@ -28,7 +29,6 @@ EngineState = Literal["starting", "ready", "down"]
 # A control call answers at once; a disk load of weights reads the whole model.
 CONTROL_TIMEOUT_S: Final = 30.0
 LOAD_TIMEOUT_S: Final = 600.0
-CONNECT_TIMEOUT_S: Final = 5.0
 # A paused engine may be reading half a gigabyte of weights inline; one whose process is gone refuses at once.
 PAUSED_TIMEOUT_S: Final = 30.0
 # /health_generate answers once the engine has sampled something, and by itself after 20 s if it has not (SGLang's own limit).
@@ -37,8 +37,6 @@ GENERATE_TIMEOUT_S: Final = 25.0
 _FLUSH_WAIT_S: Final = 10.0
 _FLUSH_POLL_S: Final = 0.05
 _BAD_REQUEST: Final = 400
-# Longest line of an engine's event stream: cumulative ids and logprobs of a long answer.
-_STREAM_BUFFER: Final = 16 * 1024 * 1024
 
 
 class EngineDown(EngineError):
@@ -79,7 +77,7 @@ class Part:
 class Engine:
     """One engine. `state` and `running` are kept by its owners: the pool and the supervisor."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, *, vocabulary: int, timeout_s: float) -> None:
+    def __init__(self, url: str, http: EngineHttp, *, vocabulary: int, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self.state: EngineState = "starting"
         self.running = 0
@@ -89,10 +87,10 @@ class Engine:
         self._going.set()
         self._num_pauses = 0
         self._grammar: bool | None = None  # not asked yet
-        self._generate_url = URL(f"{self.url}/generate")
-        self._http = http
+        self._generate = http.endpoint(f"{self.url}/generate")
+        self._http = http.control
         self._vocabulary = vocabulary
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        self._timeout_s = timeout_s
 
     def renew(self) -> None:
         """A new process: what it holds is asked for again."""
@@ -116,26 +114,29 @@ class Engine:
 
         experts_from: the first of all tokens whose experts are asked for. EngineDown where no last part comes.
         """
+        await self._unpaused()
+        version = self.version
+        answer = await self._ask(rid, ids, sampling, version, experts_from)
         seen_ids: list[int] = []
         seen_logprobs: list[float] = []
-        async with self._generate(rid, ids, sampling, experts_from) as (response, version):
-            async for line in response.content:
-                data = line.strip().removeprefix(b"data:").strip()
-                if not data or data == b"[DONE]":
-                    continue
-                found = self._loads(data)
-                if "error" in found:
-                    raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
-                self._refuse_in_stream(found)
-                part = self._part(found, seen_ids, seen_logprobs, ids, experts_from)
-                if not seen_ids:
-                    self._check_prefix(found, part, version)
-                seen_ids, seen_logprobs = part.ids, part.logprobs
-                yield part
-                if part.finish is not None:
-                    with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                        await response.read()  # to its end: the connection is used again
-                    return
+        ended = False
+        try:
+            if await answer.head() != 200:
+                self._refuse(answer.status, await answer.rest())
+            while lines := await answer.lines():
+                for found in self._events(lines):
+                    part = self._part(found, seen_ids, seen_logprobs, ids, experts_from)
+                    if not seen_ids:
+                        self._check_prefix(found, part, version)
+                    seen_ids, seen_logprobs = part.ids, part.logprobs
+                    ended = part.finish is not None
+                    yield part
+                    if ended:
+                        return
+        except OSError as error:
+            raise EngineDown(f"{self.url}/generate: {type(error).__name__} {error}") from error
+        finally:
+            answer.leave(read=ended)
         raise EngineDown(f"{self.url}/generate ended its stream without a finish reason")
 
     async def abort(self, rid: str) -> None:
@@ -233,32 +234,39 @@ class Engine:
             raise EngineRefused(f"{method} {self.url}{path}: {response.status} {_words(found, content)}")
         return found
 
-    @asynccontextmanager
-    async def _generate(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], experts_from: int | None
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int | None]]:
-        """The open answer, and the version that the engine held when it was asked."""
+    async def _unpaused(self) -> None:
+        """Wait for the end of a pause: what is sent before it would run under weights to come."""
         if self.paused:
             await self._going.wait()
             if self.state != "ready":
                 raise EngineDown(f"{self.url} left the rotation while it was paused")
-        version = self.version
+
+    async def _ask(
+        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], version: int | None, experts_from: int | None
+    ) -> Answer:
+        """Ask for a completion behind prefixes of `version`. The answer is to be left."""
         body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
         if version is not None:
             body["extra_key"] = str(version)  # prefixes are shared within one version only
         if experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = {"content-type": "application/json"}
         try:
-            async with self._http.post(
-                self._generate_url, data=data, headers=headers, timeout=self._timeout, read_bufsize=_STREAM_BUFFER
-            ) as response:
-                if response.status != 200:
-                    self._refuse(response.status, await response.read())
-                yield response, version
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return await self._generate.post(data, self._timeout_s)
+        except OSError as error:
             raise EngineDown(f"{self.url}/generate: {type(error).__name__} {error}") from error
+
+    def _events(self, lines: Iterable[bytes]) -> Iterator[Any]:
+        """What an event stream's lines say."""
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if not data or data == b"[DONE]":
+                continue
+            found = self._loads(data)
+            if "error" in found:
+                raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
+            self._refuse_in_stream(found)
+            yield found
 
     def _loads(self, content: bytes) -> Any:
         try:
@@ -379,11 +387,36 @@ def _words(found: Mapping[str, Any], content: bytes) -> str:
     return str(error or found.get("message") or content[:500].decode(errors="replace"))
 
 
-def new_http() -> aiohttp.ClientSession:
-    """Connections to engines: as many as there are calls in flight. Proxies of the environment are not for them."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+class EngineHttp:
+    """All connections to engines: as many as there are calls in flight. Proxies of the environment are not for them."""
+
+    def __init__(self, control: aiohttp.ClientSession) -> None:
+        self.control = control
+        self._endpoints: list[Endpoint] = []
+
+    def endpoint(self, url: str) -> Endpoint:
+        """For requests whose answers are read as they come."""
+        self._endpoints.append(Endpoint(URL(url)))
+        return self._endpoints[-1]
+
+    def close(self) -> None:
+        """Close what endpoints keep open."""
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+
+@asynccontextmanager
+async def new_http() -> AsyncIterator[EngineHttp]:
+    """Until the end of the body."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+    async with aiohttp.ClientSession(
+        connector=connector,
         json_serialize=lambda body: orjson.dumps(body).decode(),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
-    )
+    ) as control:
+        http = EngineHttp(control)
+        try:
+            yield http
+        finally:
+            http.close()

@@ -26,6 +26,8 @@ from rlagent.types import Call, Session
 
 # An SDK retries the call it has just lost: older answers are not asked for again.
 MAX_REPLAYS: Final = 16
+# Messages of a call that are kept in memory beside its answer, though nobody asks for them: to leave them out is a copy.
+_MAX_KEPT_BYTES: Final = 1024
 # Keys of ended sessions that are remembered, so that their late calls need no look into the database.
 MAX_KEYS: Final = 65_536
 # Under which no call is recorded.
@@ -93,8 +95,10 @@ class LiveSession:
         self.epoch = _NO_EPOCH
 
     def remember(self, call: Call) -> None:
-        """Keep an answer for a retry: without the messages that were asked, which are the longest part of a call."""
-        self.answered[call.body_digest] = replace(call, messages=b"[]")
+        """Keep an answer for a retry: without the messages that were asked, where they are long."""
+        self.answered[call.body_digest] = (
+            replace(call, messages=b"[]") if len(call.messages) > _MAX_KEPT_BYTES else call
+        )
         if len(self.answered) > MAX_REPLAYS:
             self.answered.popitem(last=False)
 

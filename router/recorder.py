@@ -12,9 +12,9 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
@@ -176,14 +176,15 @@ class Recorder:
                 f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
                 f"{len(found.ids)} tokens. Please reduce the length of the messages."
             )
-        sampling = replace(decision.sampling, max_tokens=min(decision.sampling.max_tokens, room))
+        if decision.sampling.max_tokens > room:
+            decision = replace(decision, sampling=replace(decision.sampling, max_tokens=room))
         self._count(ask, decision, found)
         return Prepared(
             call_id=flight.call_id,
             index=live.forest.take_index(),
             started_at=flight.started_at,
             ask=ask,
-            decision=replace(decision, sampling=sampling),
+            decision=decision,
             plan=found,
             root=root,
         )
@@ -249,9 +250,7 @@ class Recorder:
             reason=found.reason,
             prompt_suffix=found.suffix,
             prompt_len=len(found.ids),
-            choices=tuple(
-                replace(choice, parse_status=reader.status) for choice, reader in zip(choices, readers, strict=True)
-            ),
+            choices=tuple(map(_read, choices, readers)),
             sampling=prepared.decision.sampling,
             messages=orjson.dumps([message.to_json() for message in found.new]),
             served=orjson.dumps([message.to_json() for message in served]),
@@ -260,7 +259,7 @@ class Recorder:
             body_digest=ask.body_digest,
             client=_client_note(prepared, ends),
         )
-        await _to_the_end(self._commit(live, call))
+        await self._commit(live, call)
         live.forest.add(call, prepared.root, found.segment, found.new, served, ends)
         live.remember(call)
         return call
@@ -271,7 +270,7 @@ class Recorder:
 
     async def _commit(self, live: LiveSession, call: Call) -> None:
         try:
-            await self._buffer.record_call(call, epoch=live.epoch)
+            await _to_the_end(self._buffer.record_call(call, epoch=live.epoch))
         except (MovedError, StoreUncertainError):
             live.distrust()  # another replica goes on with it, or the record may hold this call
             raise
@@ -345,16 +344,20 @@ class Recorder:
             self.counts["deliveries", "unmarked"] += 1
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+def _read(choice: Choice, reader: ChoiceReader) -> Choice:
+    """The choice with how it parsed."""
+    return choice if choice.parse_status == reader.status else replace(choice, parse_status=reader.status)
+
+
+async def _to_the_end(commit: asyncio.Future[None]) -> None:
     """Await a commit to its end, whoever goes away meanwhile: it takes effect or fails, never in between."""
-    task = asyncio.create_task(work)
-    while not task.done():
+    while not commit.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.shield(commit)
         except asyncio.CancelledError:
-            if task.cancelled():
+            if commit.cancelled():
                 raise
-    task.result()
+    commit.result()
 
 
 def _client_note(prepared: Prepared, ends: Sequence[TextEnd]) -> bytes:

@@ -52,12 +52,14 @@ def unpack(blob: bytes) -> bytes:
 
 def pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     """All arrays (4-byte dtypes, any lengths) in one blob; the reader knows lengths and dtypes."""
-    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-    return pack(np.frombuffer(body, np.uint8).reshape(-1, 4).T.tobytes())
+    body = b"".join([array.tobytes() for array in arrays])
+    return pack(b"".join([body[plane::4] for plane in range(4)]))
 
 
 def pack_small(arrays: Sequence[npt.NDArray[np.int16]]) -> bytes:
     """Arrays of small numbers, each -1 or above, in one blob: a byte each where all are below 255, else two."""
+    if not arrays:
+        return _RAW + _NARROW
     flat = np.concatenate([np.zeros(0, np.int16), *(array.ravel() for array in arrays)]) + 1
     wide = bool(len(flat)) and int(flat.max()) > np.iinfo(np.uint8).max
     return pack((_WIDE if wide else _NARROW) + flat.astype(np.uint16 if wide else np.uint8).tobytes())

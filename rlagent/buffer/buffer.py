@@ -102,13 +102,15 @@ class Buffer:
         """Whether a session is open, and nobody took it over since this epoch."""
         return await self._store.read(lambda tx: sessions.is_open(tx, session_id, epoch))
 
-    async def record_call(self, call: Call, *, epoch: int = 0) -> None:
+    def record_call(self, call: Call, *, epoch: int = 0) -> asyncio.Future[None]:
         """Make a call durable. ConflictError once the session is sealed, MovedError once it has another epoch.
+
+        It takes effect also where the future is cancelled.
 
         epoch: of the claim of the session; 0 for who opened it.
         """
         values = sessions.encode(call)
-        await self._store.write(lambda tx: sessions.insert_call(tx, call, values, epoch=epoch), exclusive=False)
+        return self._store.write_soon(lambda tx: sessions.insert_call(tx, call, values, epoch=epoch), exclusive=False)
 
     def mark_delivered(self, call_id: str) -> None:
         """The agent has seen the end of the answer.

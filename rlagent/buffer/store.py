@@ -2,8 +2,9 @@
 
 One writer thread owns the writing connection. It drains its queue, runs every pending transaction inside one of the
 database (once one was refused, all again, each in a savepoint, so that it harms no neighbour), commits once, and only then
-resolves the callers: group commit without a timer. What nobody waits for (`write_later`) joins the next commit. Reads go
-to other connections, on threads of their own, and see all that was asked for before.
+resolves the callers, all in one callback of the event loop: group commit without a timer. What nobody waits for
+(`write_later`) joins the next commit. Reads go to other connections, on threads of their own, and see all that was asked
+for before.
 
 Invariant: a `write` that returned is durable; a `write` that raised left nothing, but for StoreUncertainError: the
 database went away during the commit. What was lost before the commit is run again, on a new connection, so a
@@ -18,7 +19,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -41,7 +43,7 @@ MAX_TRIES: Final = 10
 class _Pending:
     work: Callable[[Transaction], object]
     exclusive: bool
-    future: Future[Any]
+    future: asyncio.Future[Any] | None  # None: nobody waits for it
     result: object = None
     error: Exception | None = None
 
@@ -57,7 +59,8 @@ class Store:
         self.database = database
         self._writer: Connection | None = None
         self._readers: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._queue: queue.Queue[_Pending | None] = queue.Queue(MAX_PENDING)
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._later: deque[_Pending] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -84,41 +87,41 @@ class Store:
 
         exclusive: it touches what all sessions share, and so runs while no other such runs, in any process.
         """
-        return await asyncio.wrap_future(self.write_soon(work, exclusive=exclusive))
+        return await self.write_soon(work, exclusive=exclusive)
 
-    def write_soon(self, work: Callable[[Transaction], T], *, exclusive: bool = True) -> Future[T]:
-        """Queue `work` for the next commit; the future may be ignored."""
-        self._check_open()
-        future: Future[T] = Future()
-        try:
-            self._queue.put_nowait(_Pending(work, exclusive, future))
-        except queue.Full as error:
-            raise StoreError(
-                f"{MAX_PENDING} changes wait for the disk of {self.database.name}; send fewer at a time"
-            ) from error
+    def write_soon(self, work: Callable[[Transaction], T], *, exclusive: bool = True) -> asyncio.Future[T]:
+        """Queue `work` for the next commit. It is done also where the future is cancelled."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._enqueue(_Pending(work, exclusive, future))
         return future
+
+    def _enqueue(self, pending: _Pending) -> None:
+        self._check_open()
+        if self._queue.qsize() >= MAX_PENDING:
+            raise StoreError(f"{MAX_PENDING} changes wait for the disk of {self.database.name}; send fewer at a time")
+        self._queue.put(pending)
 
     def write_later(self, work: Callable[[Transaction], object]) -> None:
         """Let `work` join the next commit, which comes within LATER_S. Nobody learns whether it was refused."""
         self._check_open()
         if len(self._later) >= MAX_PENDING:
             raise StoreError(f"{MAX_PENDING} changes wait for the disk of {self.database.name}; send fewer at a time")
-        self._later.append(_Pending(work, False, Future()))
+        self._later.append(_Pending(work, False, None))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LATER_S, self._hurry)
+            self._timer = self._loop.call_later(LATER_S, self._hurry)
 
     def _hurry(self) -> None:
         """A commit for what was to come later."""
         self._timer = None
         if self._later:
-            self.write_soon(lambda _tx: None, exclusive=False)
+            self._enqueue(_Pending(lambda _tx: None, False, None))
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on a reading connection, in one snapshot."""
         self._check_open()
         if self._later:
             await self.write(lambda _tx: None, exclusive=False)
-        return await asyncio.get_running_loop().run_in_executor(self._read_pool, self._read, work)
+        return await self._loop.run_in_executor(self._read_pool, self._read, work)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -148,23 +151,17 @@ class Store:
     def _run(self) -> None:
         stop = False
         while not stop:
-            pending = self._queue.get()
+            arrived = [self._queue.get()]
+            arrived += [self._queue.get() for _ in range(min(self._queue.qsize(), MAX_GROUP - 1))]
             group = [self._later.popleft() for _ in range(min(len(self._later), MAX_GROUP))]
-            limit = len(group) + MAX_GROUP
-            while pending is not None:
-                group.append(pending)
-                if len(group) == limit:
-                    break
-                try:
-                    pending = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-            stop = pending is None
+            group += [pending for pending in arrived if pending is not None]
+            stop = arrived[-1] is None  # nothing is queued behind the end
             if stop:
                 group += self._later
             if group:
                 self._commit(group)
-                _resolve(group)
+                with suppress(RuntimeError):  # the loop has ended, and all who waited with it
+                    self._loop.call_soon_threadsafe(_resolve, group)
 
     def _commit(self, group: Sequence[_Pending]) -> None:
         """One commit of all, tried again while that can help and cannot do anything twice."""
@@ -268,7 +265,7 @@ def _fail(group: Sequence[_Pending], failure: StoreError) -> None:
 
 def _resolve(group: Sequence[_Pending]) -> None:
     for pending in group:
-        if not pending.future.set_running_or_notify_cancel():
+        if pending.future is None or pending.future.done():
             continue
         if pending.error is not None:
             pending.future.set_exception(pending.error)

@@ -78,7 +78,7 @@ async def test_pending_writes_share_a_commit_and_a_failed_one_harms_no_neighbour
     await asyncio.to_thread(inside.wait, 10)
     pending = [store.write_soon(work) for work in (put("a"), broken, put("a"), put("b"))]
     gate.set()
-    results = await asyncio.gather(*map(asyncio.wrap_future, pending), return_exceptions=True)
+    results = await asyncio.gather(*pending, return_exceptions=True)
     assert held.done()
     assert results[0] == results[3] == 1
     assert isinstance(results[1], ValueError)  # the caller's own error comes back as it is

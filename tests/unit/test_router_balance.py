@@ -2,14 +2,13 @@
 
 import asyncio
 
-import aiohttp
 import pytest
 
 from rlagent.router.balance import NoEngine, Pool
-from rlagent.router.engine_client import Engine
+from rlagent.router.engine_client import Engine, EngineHttp, new_http
 
 
-def engines(http: aiohttp.ClientSession, count: int) -> list[Engine]:
+def engines(http: EngineHttp, count: int) -> list[Engine]:
     found = [Engine(f"http://127.0.0.1:{9000 + i}", http, vocabulary=10, timeout_s=1.0) for i in range(count)]
     for engine in found:
         engine.state = "ready"
@@ -17,7 +16,7 @@ def engines(http: aiohttp.ClientSession, count: int) -> list[Engine]:
 
 
 async def test_a_session_stays_where_it_was_though_others_are_less_loaded() -> None:
-    async with aiohttp.ClientSession() as http:
+    async with new_http() as http:
         first, second = engines(http, 2)
         pool = Pool([first, second])
         home = await pool.pick("s")
@@ -29,7 +28,7 @@ async def test_a_session_stays_where_it_was_though_others_are_less_loaded() -> N
 
 
 async def test_mates_of_a_group_go_together_and_groups_are_spread() -> None:
-    async with aiohttp.ClientSession() as http:
+    async with new_http() as http:
         pool = Pool(engines(http, 3))
         homes = {}
         for group in ("a", "b", "c"):
@@ -41,7 +40,7 @@ async def test_mates_of_a_group_go_together_and_groups_are_spread() -> None:
 
 
 async def test_what_an_engine_leaves_behind_moves_together() -> None:
-    async with aiohttp.ClientSession() as http:
+    async with new_http() as http:
         pool = Pool(engines(http, 3))
         (left,) = {await pool.pick(f"a{i}", "a") for i in range(4)}
         left.lose()
@@ -53,7 +52,7 @@ async def test_what_an_engine_leaves_behind_moves_together() -> None:
 
 
 async def test_an_engine_that_broke_a_call_off_is_avoided_for_its_session_alone() -> None:
-    async with aiohttp.ClientSession() as http:
+    async with new_http() as http:
         pool = Pool(engines(http, 2))
         home = await pool.pick("s")
         other = await pool.pick("s", None, {home})
@@ -62,7 +61,7 @@ async def test_an_engine_that_broke_a_call_off_is_avoided_for_its_session_alone(
 
 
 async def test_a_call_waits_for_an_engine_that_starts_and_not_for_one_that_is_gone() -> None:
-    async with aiohttp.ClientSession() as http:
+    async with new_http() as http:
         (engine,) = engines(http, 1)
         engine.state = "starting"
         pool = Pool([engine])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ PATH: Final = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM: Final = (
     "usr", "bin", "sbin", "lib", "lib64", "lib32", "opt", "etc/alternatives", "etc/ld.so.cache", "etc/ssl/certs", "etc/passwd",
 )  # fmt: skip
+_FIRST_PID: Final = re.compile(rb'"child-pid": *(\d+)[^\d]')
 _ISOLATION: Final = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
 
 
@@ -73,12 +75,8 @@ def _system(network: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What bubblewrap wrote to its status descriptor: the host's id of the namespace's first process, and how the command ended.
+    """What bubblewrap wrote to its status descriptor: how the command ended. exit_code is None when the command never began."""
 
-    exit_code is None when the command never began.
-    """
-
-    first_pid: int | None
     exit_code: int | None
 
     @classmethod
@@ -87,7 +85,13 @@ class Status:
         found: dict[str, int] = {}
         for line in written[: written.rfind(b"\n") + 1].splitlines():
             found |= json.loads(line)
-        return cls(found.get("child-pid"), found.get("exit-code"))
+        return cls(found.get("exit-code"))
+
+    @staticmethod
+    def first_pid_in(written: bytes) -> int | None:
+        """The host's id of the namespaces' first process, as soon as it is told: lines come in pieces."""
+        found = _FIRST_PID.search(written)
+        return None if found is None else int(found[1])
 
     @property
     def ending(self) -> tuple[int | None, int | None]:

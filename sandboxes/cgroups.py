@@ -86,13 +86,19 @@ class Cgroups:
                 _remove(above)
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
     """One sandbox's group: controller -> directory, and that of our own group."""
 
-    version: int
-    directories: dict[str, Path]
-    own: dict[str, Path]
+    def __init__(self, version: int, directories: dict[str, Path], own: dict[str, Path]) -> None:
+        self.version, self.directories = version, directories
+        self._paths = set(directories.values())
+        # Version 2 knows no threads. In `cpu` a command could hold the thread, and with it the interpreter's lock, as long as it likes.
+        late = self._paths if version == 2 else self._paths & {directories.get("cpu")}
+        self._late = [path / "cgroup.procs" for path in late]
+        early = {path: own[name] for name, path in directories.items() if path not in late}
+        self._enter = [path / "tasks" for path in early]
+        self._leave = [path / "tasks" for path in early.values()]
+        self._members = [path / "cgroup.procs" for path in self._paths]
 
     @property
     def doors(self) -> list[Path]:
@@ -100,26 +106,16 @@ class Group:
         name = "tasks" if self.version == 1 else "cgroup.procs"
         return [path / name for path in sorted(self._paths)]
 
-    @property
-    def _paths(self) -> set[Path]:
-        return set(self.directories.values())
-
-    @property
-    def _late(self) -> set[Path]:
-        """Version 2 knows no threads. In `cpu` a command could hold the thread, and with it the interpreter's lock, as long as it likes."""
-        return self._paths if self.version == 2 else self._paths & {self.directories.get("cpu")}
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What this thread starts meanwhile is in the group, but for what `take_in` says."""
-        early = self._paths - self._late
         try:
-            for path in early:
-                _write(path / "tasks", b"0")
+            for path in self._enter:
+                _write(path, b"0")
             yield
         finally:
-            for name in {path: name for name, path in self.directories.items() if path in early}.values():
-                _write(self.own[name] / "tasks", b"0")
+            for path in self._leave:
+                _write(path, b"0")
 
     @property
     def takes_in(self) -> bool:
@@ -130,7 +126,7 @@ class Group:
         """Move a process that was started in `entered` to where no thread of ours goes. It may wait for the whole machine."""
         with suppress(ProcessLookupError):
             for path in self._late:
-                _write(path / "cgroup.procs", str(pid).encode())
+                _write(path, str(pid).encode())
 
     def limit(self, limits: Limits) -> None:
         """Write the limits."""
@@ -145,12 +141,12 @@ class Group:
         if "memory" not in self.directories:
             return 0
         told = _read(self.directories["memory"] / ("memory.oom_control" if self.version == 1 else "memory.events"))
-        counts = dict(line.split() for line in told.splitlines())
-        return int(counts.get(b"oom_kill", 0))
+        _, _, count = told.partition(b"oom_kill ")
+        return int(count.split(b"\n")[0] or 0)
 
     def is_clean(self) -> bool:
         """Whether another sandbox may have it: no process in it, and next to nothing that counts as its memory."""
-        if any(_read(path / "cgroup.procs") for path in self._paths):
+        if any(map(_read, self._members)):
             return False
         if "memory" not in self.directories:
             return True

@@ -269,7 +269,7 @@ class DockerSandbox:
             raise SandboxError(
                 f"{argv[0]!r} cannot be started in the sandbox: {stream.refused or bytes(stream.stdout).decode()}"
             )
-        code, signalled = (None, 9) if timed_out or exit_code is None else Status(None, exit_code).ending
+        code, signalled = (None, 9) if timed_out or exit_code is None else Status(exit_code).ending
         starved |= signalled == signal.SIGKILL and not timed_out and await self._was_starved(since)
         starved |= any(words in stream.stderr for words in MEMORY_WORDS)
         return ExecResult(

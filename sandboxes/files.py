@@ -20,6 +20,8 @@ _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: a f
 
 def inside(root: Path, path: str) -> Path:
     """The real path below `root` (itself a real path). SandboxError when it leads outside."""
+    if path == ".":
+        return root
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links is a RuntimeError, a null byte a ValueError

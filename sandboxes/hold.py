@@ -22,6 +22,7 @@ class Hold:
         self._status, self.told_to = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.held_by, self._release = os.pipe2(os.O_CLOEXEC)
         self._told = b""
+        self._pid: int | None = None
         self._first = -1  # a descriptor of the first process
         self._is_gone = False
 
@@ -32,11 +33,20 @@ class Hold:
 
     async def first_pid(self) -> int | None:
         """The first process of the namespaces. None where it never comes so far, or is gone."""
-        while b"\n" not in self._told:  # one document a line, and a line may come in pieces
-            await readable(self._status)
-            if not self._read():
-                return None
-        return Status.parse(self._told).first_pid if self._watch() else None
+        loop = asyncio.get_running_loop()
+        told = loop.create_future()
+
+        def take() -> None:
+            more = self._read()
+            if not told.done() and (not more or Status.first_pid_in(self._told) is not None):
+                told.set_result(None)
+
+        loop.add_reader(self._status, take)
+        try:
+            await told
+        finally:
+            loop.remove_reader(self._status)
+        return self._pid if self._watch() else None
 
     def let_go(self) -> None:
         """Let the command begin."""
@@ -74,7 +84,8 @@ class Hold:
     def _watch(self) -> bool:
         """Whether there is a first process to wait for."""
         if self._first < 0:
-            pid = self.told().first_pid
+            self._read()
+            self._pid = Status.first_pid_in(self._told)
             with suppress(ProcessLookupError):
-                self._first = -1 if pid is None else os.pidfd_open(pid)
+                self._first = -1 if self._pid is None else os.pidfd_open(self._pid)
         return self._first >= 0

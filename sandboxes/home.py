@@ -5,6 +5,7 @@ namespace of the sandbox: on a tmpfs of the size that the disk limit says, and, 
 with a writable one on top. Elsewhere they are plain directories and a fork is a copy.
 """
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Callable
@@ -67,9 +68,9 @@ class Home:
         """Whether a sandbox's files lie on a tmpfs of its own."""
         return mounts and limits.disk_bytes is not None
 
-    async def run(self, function: Callable[[], T]) -> T:
+    def run(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         """Run it where the files are seen, with the sandbox user's rights on files."""
-        return await self.launcher.run(function, namespace=self.namespace, user=self.user)
+        return self.launcher.run(function, namespace=self.namespace, user=self.user)
 
     async def run_as_owner(self, function: Callable[[], T]) -> T:
         """Run it where the files are seen, with our own rights."""

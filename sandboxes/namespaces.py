@@ -8,9 +8,10 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final, TypeVar
 
 from rlagent.errors import SandboxError
@@ -47,13 +48,31 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "sandbox", initializer=self._begin)
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._own = threading.local()
 
-    async def run(self, function: Callable[[], T], *, namespace: int | None = None, user: int = 0) -> T:
-        """`call` in one of the threads."""
-        call = partial(self.call, function, namespace=namespace, user=user)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    def run(self, function: Callable[[], T], *, namespace: int | None = None, user: int = 0) -> "asyncio.Future[T]":
+        """`call` in one of the threads. It is run to its end also when the future is cancelled."""
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._work, name=f"sandbox-{i}", daemon=True) for i in range(_THREADS)
+            ]
+            for thread in self._threads:
+                thread.start()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def work() -> None:
+            try:
+                settle = partial(_set_result, answer, self.call(function, namespace=namespace, user=user))
+            except BaseException as error:
+                settle = partial(_set_error, answer, error)
+            with suppress(RuntimeError):  # the loop was closed, and nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        self._waiting.put(work)
+        return answer
 
     async def can_mount(self) -> bool:
         """Whether namespaces of ours can be made."""
@@ -64,14 +83,20 @@ class Launcher:
         return True
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown()
+        """End the threads, when they have done what waits."""
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
         # Each thread's descriptor of the first namespace goes with the thread's locals.
 
-    def _begin(self) -> None:
+    def _work(self) -> None:
         # A thread must not share its working directory with others to enter a namespace.
-        self._own.alone = _libc.unshare(_CLONE_FS) == 0
+        _libc.unshare(_CLONE_FS)
         self._own.home = _Descriptor("/proc/thread-self/ns/mnt")
+        while (work := self._waiting.get()) is not None:
+            work()
 
     def new_namespace(self, fill: Callable[[], None]) -> int:
         """In one of the threads: a descriptor of a new namespace in which `fill` has mounted. OSError where that is not allowed."""
@@ -101,6 +126,16 @@ class Launcher:
                 _libc.setfsgid(0)
             if namespace is not None:
                 _check(_libc.setns(self._own.home.number, _CLONE_NEWNS))
+
+
+def _set_result(answer: "asyncio.Future[T]", result: T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _set_error(answer: "asyncio.Future[T]", error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 class _Descriptor:

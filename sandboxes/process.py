@@ -117,7 +117,7 @@ class ProcessSandbox:
         hold = Hold() if self.isolated else None
         try:
             ends = out.open(), err.open()
-            starting = asyncio.ensure_future(room.home.run(lambda: command.start(*ends, hold)))
+            starting = room.home.run(lambda: command.start(*ends, hold))
             timed_out = await command.until_end(starting, hold, min(bounds, default=None), self._running)
             returncode, told = starting.result().returncode, None if hold is None else hold.told()
         finally:

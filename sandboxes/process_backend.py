@@ -72,6 +72,7 @@ class ProcessBackend:
         self._state = state_directory or default_state_directory()
         self._cgroups = Cgroups(1, {})
         self._groups = Groups(self._cgroups, "", self.limits)
+        self._rlimits: Mapping[int, int] = {}
         self._mounts = False
         self._owner: Owner | None = None
         self._launcher = Launcher()
@@ -109,6 +110,8 @@ class ProcessBackend:
             if self._control_groups:
                 self._cgroups = await asyncio.to_thread(Cgroups.find)
             self._groups = Groups(self._cgroups, self._owner.name, self.limits)
+            own = self._cgroups.own
+            self._rlimits = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
             (self._owner.directory / _MOUNTED).mkdir(mode=0o711)
             self.bwrap = await self._bubblewrap()
             self._mounts = self.isolated and await self._launcher.can_mount()
@@ -173,11 +176,9 @@ class ProcessBackend:
         except OSError as error:
             home.delete()
             raise SandboxError(f"the limits cannot be set: {error}; give control_groups=False to do without") from error
-        own = self._cgroups.own
-        bounds = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
-        held = self.isolated and "pids" in own
-        prelude = None if held else Prelude.make(bounds, group.doors if group else ())
-        return Room(home=home, group=group, rlimits=bounds, prelude=prelude)
+        held = self.isolated and "pids" in self._cgroups.own
+        prelude = None if held else Prelude.make(self._rlimits, group.doors if group else ())
+        return Room(home=home, group=group, rlimits=self._rlimits, prelude=prelude)
 
     def _clear_room(self, room: Room) -> None:
         """In a thread of the launcher."""

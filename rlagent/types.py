@@ -92,12 +92,24 @@ class ParentRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImage:
+    """An image of a prompt: its content's digest, the index of its placeholder among the prompt's ids, and how many tokens
+    the model saw in the placeholder's stead.
+    """
+
+    digest: str  # sha256 hex of the image's bytes, which the buffer holds once
+    position: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One recorded completion call of an agent: a prompt and n sampled choices.
 
     `prompt_suffix` [k] int32 is what follows the parent's prompt and output; for a fresh call (no parent) it is the
     whole prompt. `prompt_len` counts the whole prompt, so that full ids are rebuilt in O(T) storage.
     `messages` is the JSON of the messages that are new in this call, `served` the JSON of the messages answered (one a choice).
+    `images` are those of the suffix; each is one id of it, and `num_fed` counts the whole prompt as the model saw it.
 
     Example: turn 2 of a chat whose first turn had 20 prompt and 5 sampled ids; its tool result renders to 9 ids:
     parent=ParentRef(call_id="c1", choice=0), origin="extended", prompt_suffix has 9 ids, prompt_len is 34.
@@ -122,6 +134,8 @@ class Call:
     delivery: Delivery = "committed"
     body_digest: str = ""
     client: bytes = b"{}"  # JSON: what the client asked for that was overridden or not forwarded
+    images: tuple[PromptImage, ...] = ()
+    num_fed: int | None = None  # None: no image in the whole prompt, so prompt_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

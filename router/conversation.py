@@ -15,6 +15,8 @@ from typing import Any, Final, Literal
 
 import orjson
 
+from rlagent.router.images import Image
+
 Role = Literal["system", "user", "assistant", "tool"]
 _DIGEST_CHARS: Final = 32
 
@@ -30,10 +32,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. Empty content is "", whatever the client wrote for it."""
+    """One message. Empty content is "", whatever the client wrote for it. `images` stand within its text, in order."""
 
     role: Role
     content: str = ""
+    images: tuple[Image, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
@@ -42,6 +45,10 @@ class Message:
     def to_json(self) -> dict[str, Any]:
         """The OpenAI form, as recorded; `from_json` is the inverse."""
         body: dict[str, Any] = {"role": self.role, "content": self.content or None}
+        if self.images:
+            body["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else part.to_json() for part in self.parts
+            ]
         if self.reasoning:
             body["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -55,12 +62,33 @@ class Message:
             body["name"] = self.name
         return body
 
+    @property
+    def parts(self) -> list[str | Image]:
+        """Text and images in their order."""
+        parts: list[str | Image] = []
+        start = 0
+        for image in self.images:
+            parts += [text, image] if (text := self.content[start : image.at]) else [image]
+            start = image.at
+        return [*parts, rest] if (rest := self.content[start:]) else parts
+
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Message:
-        """A message as it was recorded."""
+        """A message as it was recorded; the bytes of its images are not part of it."""
+        content = body.get("content") or ""
+        images: list[Image] = []
+        if isinstance(content, list):
+            text = ""
+            for part in content:
+                if part["type"] == "text":
+                    text += part["text"]
+                else:
+                    images.append(Image.from_json(part, len(text)))
+            content = text
         return cls(
             role=body["role"],
-            content=body.get("content") or "",
+            content=content,
+            images=tuple(images),
             reasoning=body.get("reasoning_content") or "",
             tool_calls=tuple(
                 ToolCall(call_id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
@@ -90,6 +118,11 @@ class Conversation:
     prompt: RawPrompt | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """All images, in order."""
+        return tuple(image for message in self.messages for image in message.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +172,9 @@ def history_digests(messages: Sequence[Message], *, after: str = "") -> list[str
 
 def match_key(message: Message) -> bytes:
     """Equal for messages that say the same. Ids and reasoning are left out: the forest decides about them."""
-    said = [message.role, message.name, len(message.content)]
+    said: list[Any] = [message.role, message.name, len(message.content)]
+    if message.images:
+        said.append([(image.at, image.digest) for image in message.images])
     if message.tool_calls:
         calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
         head = json.dumps([*said, calls]).encode()

@@ -23,6 +23,7 @@ from rlagent.router.dialects.body import (
     read_template_args,
     refuse,
 )
+from rlagent.router.dialects.content import Content
 from rlagent.router.errors import invalid
 from rlagent.router.grammar import Grammar, forced_call, is_forced, json_answer
 from rlagent.router.sampling import Asked
@@ -32,6 +33,7 @@ MAX_CHOICES: Final = 128
 _ROLES: Final[dict[str, Role]] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"
 }  # fmt: skip
+_SEEING: Final[tuple[Role, ...]] = ("user", "tool")
 _REFUSED: Final = {
     "logit_bias": "it would change the distribution that is trained on; leave it out",
     "audio": "the policy is a text model; leave it out",
@@ -170,9 +172,13 @@ def _message(found: Mapping[str, Any], index: int) -> Message:
     calls = found.get("tool_calls") or []
     if not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls is not a list", "messages")
+    content = _content(found.get("content"), where)
+    if content.images and role not in _SEEING:
+        raise invalid(f"{where}: an image stands in a message of role user or tool, not {role}", "messages")
     return Message(
         role=role,
-        content=_content(found.get("content"), where),
+        content=content.text,
+        images=tuple(content.images),
         reasoning=reasoning,
         tool_calls=tuple(_tool_call(call, f"{where}.tool_calls.{number}") for number, call in enumerate(calls)),
         tool_call_id=call_id,
@@ -180,19 +186,27 @@ def _message(found: Mapping[str, Any], index: int) -> Message:
     )
 
 
-def _content(found: Any, where: str) -> str:
-    """Text; the text parts of a list follow one another without a separator."""
+def _content(found: Any, where: str) -> Content:
+    """Text, or a list of parts: those of text follow one another without a separator, images stand between them."""
+    content = Content()
     if found is None or isinstance(found, str):
-        return found or ""
+        content.say(found or "")
+        return content
     if not isinstance(found, list):
         raise invalid(f"{where}.content is neither text nor a list of parts", "messages")
-    texts: list[str] = []
-    for part in found:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise invalid(f"{where}.content has a part of type {kind!r}; the policy reads text parts only", "messages")
-        texts.append(part["text"])
-    return "".join(texts)
+    for number, part in enumerate(found):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text" and isinstance(part.get("text"), str):
+            content.say(part["text"])
+        elif kind == "image_url":
+            image = part.get("image_url")
+            at = f"{where}.content.{number}.image_url"
+            content.show_url(image.get("url") if isinstance(image, dict) else image, f"{at}.url")
+        else:
+            raise invalid(
+                f"{where}.content has a part of type {kind!r}; the policy reads parts of type text and image_url", "messages"
+            )
+    return content
 
 
 def _tool_call(found: Any, where: str) -> ToolCall:

@@ -24,6 +24,7 @@ from rlagent.router.dialects.body import (
     read_template_args,
     refuse,
 )
+from rlagent.router.dialects.content import Content
 from rlagent.router.errors import invalid
 from rlagent.router.grammar import Grammar, forced_call, json_answer
 from rlagent.router.sampling import Asked
@@ -172,27 +173,43 @@ def _messages(found: Mapping[str, Any], where: str) -> list[Message]:
 
 def _user(content: Any, where: str) -> list[Message]:
     messages: list[Message] = []
-    texts: list[str] = []
-    role: Role = "user"
-
-    def say() -> None:
-        if texts:
-            messages.append(Message(role=role, content="".join(texts)))
-            texts.clear()
-
+    said = Content()
     for kind, block, at in _blocks(content, where):
-        match kind:
-            case "text":
-                texts.append(_string(block, "text", at))
-            case "tool_result":
-                say()
-                result = block.get("content")
-                text = "" if result is None else _text(result, f"{at}.content")
-                messages.append(Message(role="tool", content=text, tool_call_id=_string(block, "tool_use_id", at)))
-            case _:
-                raise _unread(kind, at)
-    say()
-    return messages or [Message(role="user")]
+        if kind == "tool_result":
+            messages += [*_said("user", said), _tool_result(block, at)]
+            said = Content()
+        else:
+            _say(said, kind, block, at)
+    return [*messages, *_said("user", said)] or [Message(role="user")]
+
+
+def _tool_result(block: Mapping[str, Any], where: str) -> Message:
+    result, said = block.get("content"), Content()
+    for kind, inner, at in _blocks(result or "", where):
+        _say(said, kind, inner, at)
+    call_id = _string(block, "tool_use_id", where)
+    return Message(role="tool", content=said.text, images=tuple(said.images), tool_call_id=call_id)
+
+
+def _said(role: Role, said: Content) -> list[Message]:
+    return [Message(role=role, content=said.text, images=tuple(said.images))] if said else []
+
+
+def _say(said: Content, kind: str, block: Mapping[str, Any], at: str) -> None:
+    """A block of text, or an image."""
+    match kind:
+        case "text":
+            said.say(_string(block, "text", at))
+        case "image":
+            source = block.get("source")
+            if not isinstance(source, dict):
+                raise invalid(f"{at}.source is not an object", "messages")
+            if source.get("type") == "base64":
+                said.show_base64(source.get("data"), f"{at}.source.data")
+            else:
+                said.show_url(source.get("url") or f"{source.get('type')}:", f"{at}.source.url")
+        case _:
+            raise _unread(kind, at)
 
 
 def _assistant(content: Any, where: str) -> Message:
@@ -256,6 +273,6 @@ def _unread(kind: str, where: str) -> Exception:
     reason = (
         "it was not made here; leave it out"
         if kind == "redacted_thinking"
-        else "the policy is a text model; leave it out"
+        else "the policy reads text and images; leave it out"
     )
     return invalid(f"{where} is a block of type {kind!r}: {reason}", where.partition(".")[0])

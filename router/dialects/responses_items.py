@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rlagent.router.conversation import Message, Role, ToolCall
+from rlagent.router.dialects.content import Content
 from rlagent.router.dialects.responses_tools import joined_name
 from rlagent.router.errors import ApiError, invalid
 
@@ -43,11 +44,14 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 role = _ROLES.get(str(item.get("role")))
                 if role is None:
                     raise invalid(f"{where}.role is {item.get('role')!r}; use one of {', '.join(_ROLES)}", "input")
-                text = _text(item.get("content"), f"{where}.content")
+                content = _content(item.get("content"), f"{where}.content")
+                if content.images and role != "user":
+                    raise invalid(f"{where}: an image stands in a message of role user, not {role}", "input")
                 if role == "assistant":
-                    turn.texts.append(text)
+                    turn.texts.append(content.text)
                 else:
-                    messages += [*turn.end(), Message(role=role, content=text)]
+                    message = Message(role=role, content=content.text, images=tuple(content.images))
+                    messages += [*turn.end(), message]
             case "reasoning":
                 if turn.texts or turn.calls:
                     messages += turn.end()
@@ -55,9 +59,7 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             case "function_call":
                 turn.calls.append(_call(item, where))
             case "function_call_output":
-                output = _text(item.get("output"), f"{where}.output")
-                result = Message(role="tool", content=output, tool_call_id=_string(item, "call_id", where))
-                messages += [*turn.end(), result]
+                messages += [*turn.end(), _output(item, where)]
             case "item_reference":
                 raise invalid(
                     f"{where} is an item_reference: send the item itself, or use previous_response_id", "input"
@@ -80,19 +82,29 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
     return "".join(_string(part, "text", where) for part in content if isinstance(part, dict))
 
 
-def _text(found: Any, where: str) -> str:
-    """Text; the text parts of a list follow one another without a separator."""
+def _output(item: Mapping[str, Any], where: str) -> Message:
+    call_id, content = _string(item, "call_id", where), _content(item.get("output"), f"{where}.output")
+    return Message(role="tool", content=content.text, images=tuple(content.images), tool_call_id=call_id)
+
+
+def _content(found: Any, where: str) -> Content:
+    """Text, or parts: those of text follow one another without a separator, images stand between them."""
+    content = Content()
     if found is None or isinstance(found, str):
-        return found or ""
+        content.say(found or "")
+        return content
     if not isinstance(found, list):
         raise invalid(f"{where} is neither text nor a list of parts", "input")
-    texts: list[str] = []
     for number, part in enumerate(found):
+        at = f"{where}.{number}"
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in _TEXT_PARTS:
-            raise _unread(kind, f"{where}.{number}")
-        texts.append(_string(part, "text", f"{where}.{number}"))
-    return "".join(texts)
+        if kind in _TEXT_PARTS:
+            content.say(_string(part, "text", at))
+        elif kind == "input_image":
+            content.show_url(part.get("image_url"), f"{at}.image_url")
+        else:
+            raise _unread(kind, at)
+    return content
 
 
 def _string(found: Mapping[str, Any], name: str, where: str) -> str:
@@ -104,5 +116,5 @@ def _string(found: Mapping[str, Any], name: str, where: str) -> str:
 
 def _unread(kind: object, where: str) -> ApiError:
     return invalid(
-        f"{where} is of type {kind!r}: the policy is a text model with function tools; leave it out", "input"
+        f"{where} is of type {kind!r}: the policy reads text and images, and has function tools; leave it out", "input"
     )

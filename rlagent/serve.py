@@ -34,6 +34,7 @@ from rlagent.router.balance import Pool
 from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.router.engine_client import Engine, new_http
 from rlagent.router.generate import Generator
+from rlagent.router.images import placeholder_of
 from rlagent.router.live import LiveSessions
 from rlagent.router.policy import Policies
 from rlagent.router.recorder import Recorder
@@ -101,9 +102,10 @@ async def serving(
         )
     model_dir = _absolute(model_dir)
     model = _read_model(model_dir)
-    renderer = Renderer.load(model_dir, router.family)
-    vocabulary = max(int(model["vocab_size"]), renderer.tokenizer.size)
-    context = int(model["max_position_embeddings"])
+    renderer = Renderer.load(model_dir, router.family, placeholder_of(model))
+    text = _text_part(model)
+    vocabulary = max(int(text["vocab_size"]), renderer.tokenizer.size)
+    context = int(text["max_position_embeddings"])
     engine = _with_flags(engine, router)
     if engine.kind == "embedded" or (engine.kind == "sglang" and on_cpu(engine)):
         context = min(context, engine.max_total_tokens)
@@ -237,6 +239,12 @@ def _read_model(model_dir: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError) as error:
         raise LoadError(f"{str(model_dir)!r} is no Hugging Face model directory: {error}") from error
     for name in ("vocab_size", "max_position_embeddings"):
-        if not isinstance(found.get(name), int):
+        if not isinstance(_text_part(found).get(name), int):
             raise LoadError(f"{path} does not say {name}; take the config.json the model came with")
     return found
+
+
+def _text_part(model: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the language model, which a model with vision has beside that."""
+    text = model.get("text_config")
+    return model | text if isinstance(text, dict) else model

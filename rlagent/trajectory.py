@@ -115,7 +115,7 @@ def rows(session: Session, calls: Iterable[Call]) -> tuple[Trajectory, ...]:
     """The root-to-leaf rows of a session, in the order of (call index, choice) of their leaves.
 
     Costs the sum of the rows' lengths. The reward is the session's total, 0 where it has none. A session that is not
-    trained, or a choice that is not trainable, has loss_mask False.
+    trained, or a choice that is not trainable or saw an image, has loss_mask False.
     """
     ordered = sorted(calls, key=lambda call: call.index)
     kept = kept_calls(head_of(call) for call in ordered)
@@ -189,7 +189,8 @@ def _row(
     masks: list[BoolArray] = []
     for (call, number), piece in zip(path, pieces, strict=True):
         node = (call.call_id, number)
-        trained = session.train and call.choices[number].trainable and node not in owned
+        exact = call.choices[number].trainable and call.num_fed is None  # a learner of text cannot see images
+        trained = session.train and exact and node not in owned
         masks.append(piece.sampled if trained else np.zeros(len(piece.sampled), np.bool_))
         owned.add(node)
     leaf, choice = path[-1]

@@ -137,6 +137,11 @@ class Call:
     images: tuple[PromptImage, ...] = ()
     num_fed: int | None = None  # None: no image in the whole prompt, so prompt_len
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the whole prompt as the model saw it."""
+        return self.prompt_len if self.num_fed is None else self.num_fed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:

@@ -35,6 +35,8 @@ class RouterConfig(BaseModel):
     session_ttl_s: float = Field(3600.0, gt=0)
     publish_lease_s: float = Field(120.0, gt=0)
     max_body_bytes: int = Field(64 * 1024 * 1024, gt=0)
+    max_images: int = Field(64, ge=0, description="images in one request, its history included")
+    max_image_bytes: int = Field(20 * 1024 * 1024, gt=0, description="of one image, as it is encoded")
     model_name: str = Field("policy", description="the name under which /v1/models lists the policy")
     untrained_models: tuple[str, ...] = Field(
         (), description="model names whose calls are recorded but never trained on"

@@ -10,7 +10,7 @@ import asyncio
 import binascii
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -55,6 +55,10 @@ class EngineSchema(EngineError):
     """The engine cannot make a grammar of the JSON schema that a client gave."""
 
 
+class EngineImage(EngineError):
+    """The engine cannot read an image that a client gave."""
+
+
 class EngineOverflow(EngineError):
     """The engine says that prompt and completion do not fit its context."""
 
@@ -72,6 +76,7 @@ class Part:
     spans: tuple[VersionSpan, ...]
     finish: Mapping[str, Any] | None
     experts: Int16Array | None = None
+    prompt: list[int] | None = None  # as the model saw it, of a request with images
 
 
 class Engine:
@@ -87,6 +92,7 @@ class Engine:
         self._going.set()
         self._num_pauses = 0
         self._grammar: bool | None = None  # not asked yet
+        self._sees: bool | None = None  # likewise
         self._generate = http.endpoint(f"{self.url}/generate")
         self._http = http.control
         self._vocabulary = vocabulary
@@ -108,15 +114,22 @@ class Engine:
         return not self._going.is_set()
 
     async def stream(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], *, experts_from: int | None = None
+        self,
+        rid: str,
+        ids: Int32Array,
+        sampling: Mapping[str, Any],
+        *,
+        experts_from: int | None = None,
+        images: Sequence[str] = (),
     ) -> AsyncIterator[Part]:
         """One completion as it grows; the last part has `finish`, and the experts.
 
-        experts_from: the first of all tokens whose experts are asked for. EngineDown where no last part comes.
+        experts_from: the first of all tokens whose experts are asked for. images: data: URIs, one for each placeholder among
+        the ids. EngineDown where no last part comes.
         """
         await self._unpaused()
         version = self.version
-        answer = await self._ask(rid, ids, sampling, version, experts_from)
+        answer = await self._ask(rid, ids, sampling, version, experts_from, images)
         seen_ids: list[int] = []
         seen_logprobs: list[float] = []
         ended = False
@@ -200,6 +213,12 @@ class Engine:
             self._grammar = found.get("grammar_backend") not in (None, "none")
         return self._grammar
 
+    async def sees_images(self) -> bool:
+        """Whether it takes `image_data`, as SGLang says of the model that it runs."""
+        if self._sees is None:
+            self._sees = (await self.control("/model_info", None)).get("has_image_understanding") is True
+        return self._sees
+
     async def healthy(self) -> bool:
         """Whether it can generate. A paused one cannot, and is well as long as it answers."""
         if not self.paused:
@@ -242,7 +261,13 @@ class Engine:
                 raise EngineDown(f"{self.url} left the rotation while it was paused")
 
     async def _ask(
-        self, rid: str, ids: Int32Array, sampling: Mapping[str, Any], version: int | None, experts_from: int | None
+        self,
+        rid: str,
+        ids: Int32Array,
+        sampling: Mapping[str, Any],
+        version: int | None,
+        experts_from: int | None,
+        images: Sequence[str],
     ) -> Answer:
         """Ask for a completion behind prefixes of `version`. The answer is to be left."""
         body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
@@ -250,6 +275,8 @@ class Engine:
             body["extra_key"] = str(version)  # prefixes are shared within one version only
         if experts_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+        if images:
+            body |= {"image_data": images, "return_prompt_token_ids": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             return await self._generate.post(data, self._timeout_s)
@@ -264,6 +291,8 @@ class Engine:
                 continue
             found = self._loads(data)
             if "error" in found:
+                if _mapping(found["error"]).get("code") == _BAD_REQUEST:
+                    self._refuse(_BAD_REQUEST, data)
                 raise EngineDown(f"{self.url}/generate broke off: {found['error']}")
             self._refuse_in_stream(found)
             yield found
@@ -282,6 +311,8 @@ class Engine:
         words = _words(_object(content), content)
         if status >= 500:
             raise EngineDown(f"{self.url}/generate: {status} {words}")
+        if "loading IMAGE data" in words:
+            raise EngineImage(words)
         if "grammar" in words:
             raise EngineSchema(words)
         if "context" in words or "longer than" in words:
@@ -323,7 +354,10 @@ class Engine:
         experts = None
         if experts_from is not None and finish is not None:
             experts = self._experts(meta.get("routed_experts"), len(prompt) + count - 1 - experts_from)
-        return Part(ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish, experts=experts)
+        return Part(
+            ids=ids, logprobs=logprobs, spans=self._spans(spans, count), finish=finish, experts=experts,
+            prompt=found.get("prompt_token_ids"),
+        )  # fmt: skip
 
     def _experts(self, told: Any, num_tokens: int) -> Int16Array | None:
         """SGLang's form: base64 of int32, layers and top_k of each token in turn."""

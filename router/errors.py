@@ -22,7 +22,7 @@ from rlagent.errors import (
 )
 from rlagent.router.balance import NoEngine
 from rlagent.router.chat_template import TemplateError
-from rlagent.router.engine_client import EngineOverflow, EngineSchema
+from rlagent.router.engine_client import EngineImage, EngineOverflow, EngineSchema
 
 _INVALID = "invalid_request_error"
 
@@ -70,6 +70,13 @@ def overflow(message: str) -> ApiError:
     return invalid(message, "messages", "context_length_exceeded")
 
 
+def _unread(error: EngineImage | EngineSchema) -> ApiError:
+    """What the engine cannot make use of."""
+    if isinstance(error, EngineImage):
+        return invalid(f"the engine cannot read an image: {str(error)[:300]}", "messages", "invalid_image")
+    return invalid(f"the engine refuses the JSON schema: {error}", "response_format", "invalid_schema")
+
+
 def to_api_error(error: Exception) -> ApiError:
     """The answer to any failure that users can meet."""
     match error:
@@ -89,8 +96,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), kind="server_error", code="store_failed", retry=True)
         case EngineOverflow():
             return overflow(str(error))
-        case EngineSchema():
-            return invalid(f"the engine refuses the JSON schema: {error}", "response_format", "invalid_schema")
+        case EngineImage() | EngineSchema():
+            return _unread(error)
         case NoEngine():
             return ApiError(503, str(error), kind="server_error", code="no_engine", retry=True)
         case RecordingError():

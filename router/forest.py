@@ -36,6 +36,7 @@ class Node:
     segment: str  # digest of the text whose ids prompt_suffix are, without the turn's opening
     served: Message
     delivery: Delivery = "committed"
+    num_hidden: int = 0  # tokens of the prompt that its ids do not count: what images are beyond their placeholders
 
     @property
     def chain(self) -> list[Node]:
@@ -65,6 +66,7 @@ class Forest:
     """All recorded choices of one session."""
 
     next_index: int = 0  # of the session's next call
+    has_images: bool = False  # in the prompt of any call
     _nodes: dict[str, list[Node]] = field(default_factory=dict)
     _by_call: dict[str, list[Node]] = field(default_factory=dict)
     _texts: TextIndex[Node] = field(default_factory=TextIndex)  # of raw prompts
@@ -133,6 +135,7 @@ class Forest:
         history = history_digests(new, after=before)[-1] if new else before
         start = 0 if parent is None else parent.position + 1
         self.next_index = max(self.next_index, call.index + 1)
+        self.has_images |= call.num_fed is not None
         nodes: list[Node] = []
         for number, (choice, message) in enumerate(zip(call.choices, served, strict=True)):
             matched = choice.matched_stop
@@ -150,6 +153,7 @@ class Forest:
                 segment=segment,
                 served=message,
                 delivery=call.delivery,
+                num_hidden=0 if call.num_fed is None else call.num_fed - call.prompt_len,
             )
             nodes.append(node)
             self._nodes.setdefault(node.history, []).append(node)

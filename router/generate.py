@@ -9,19 +9,20 @@ a stop are excluded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from rlagent.errors import EngineError
+from rlagent.errors import EngineError, RecordingError
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.engine_client import Engine, EngineDown, Part, StalePrefix
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Choice, FinishReason, Int16Array, Int32Array, Sampling, VersionSpan
 
 OnIds = Callable[[Sequence[int]], None]
+OnPrompt = Callable[[Sequence[int]], None]
 
 # Weight updates within one call: each resumes it. More than this is an engine that refuses to run it.
 MAX_RESUMES: Final = 1000
@@ -33,6 +34,22 @@ MAX_FAILURES: Final = 4
 # has told outlives it. An engine repeats the whole output each time, so a long one is told of less often.
 _TOLD_EVERY: Final = 64
 _MAX_TOLD: Final = 16
+
+
+@dataclass(slots=True)
+class _Shown:
+    """The images of a prompt, and who is told once how the model saw them."""
+
+    images: Sequence[str]
+    _on_prompt: OnPrompt | None
+
+    def tell(self, part: Part) -> None:
+        if not self.images or self._on_prompt is None:
+            return
+        if part.prompt is None:
+            raise RecordingError("the engine does not tell how its model saw a prompt with images (prompt_token_ids)")
+        self._on_prompt(part.prompt)
+        self._on_prompt = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,14 +140,19 @@ class Generator:
         trainable: bool,
         schema: str | None = None,
         on_ids: OnIds | None = None,
+        images: Sequence[str] = (),
+        on_prompt: OnPrompt | None = None,
     ) -> Choice:
         """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can.
+
+        images: data: URIs, one for each placeholder of the prompt; `on_prompt` then gets the prompt as the model saw it, first.
 
         num_new: ids at the end of the prompt that no recorded call holds; experts are recorded from the token before them on.
         schema: a JSON schema for the engine's grammar, which begins with the output: an aborted output is then sampled
         anew, and told at its end.
         """
         on_ids = on_ids if schema is None else None
+        shown = _Shown(images, on_prompt)
         experts_from = len(prompt) - num_new - 1 if self._record_experts else None
 
         def made(reason: FinishReason, matched: int | str | None) -> Choice:
@@ -153,7 +175,7 @@ class Generator:
             unknown = None if experts_from is None else max(0, experts_from) + output.num_routed
             engine.running += 1
             try:
-                part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids, unknown)
+                part = await self._request(engine, f"{rid}-{attempt}", ids, params, output, on_ids, unknown, shown)
             except StalePrefix:
                 continue
             finally:
@@ -177,8 +199,15 @@ class Generator:
 
     async def has_grammar(self) -> bool:
         """Whether every engine that takes requests takes a grammar. NoEngine where one does not answer."""
+        return await self._all(Engine.has_grammar)
+
+    async def sees_images(self) -> bool:
+        """Whether every engine that takes requests takes images. NoEngine where one does not answer."""
+        return await self._all(Engine.sees_images)
+
+    async def _all(self, able: Callable[[Engine], Coroutine[Any, Any, bool]]) -> bool:
         try:
-            return all(await asyncio.gather(*(engine.has_grammar() for engine in self._pool.ready)))
+            return all(await asyncio.gather(*map(able, self._pool.ready)))
         except EngineDown as error:
             raise NoEngine(f"{error}; try again in a few seconds") from error
 
@@ -193,7 +222,7 @@ class Generator:
 
     async def _request(
         self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None,
-        experts_from: int | None,
+        experts_from: int | None, shown: _Shown,
     ) -> Part | None:  # fmt: skip
         """One request to its end; None when the engine broke off (what it had told is kept in `output`)."""
         part: Part | None = None
@@ -201,7 +230,9 @@ class Generator:
         versions: set[int] = set()
         seen = 0
         try:
-            async for part in engine.stream(rid, ids, params, experts_from=experts_from):
+            async for part in engine.stream(rid, ids, params, experts_from=experts_from, images=shown.images):
+                if not output.ids:
+                    shown.tell(part)
                 if on_ids is not None:
                     on_ids(_without_stop(part)[seen:])
                     seen = len(part.ids)

@@ -11,7 +11,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,9 @@ _MAGIC: Final = (
     ("image/gif", b"GIF87a"),
     ("image/gif", b"GIF89a"),
 )
-_FIX: Final = "send the image itself, as base64 (a data: URI); the router fetches nothing, so that what it records is exact"
+_FIX: Final = (
+    "send the image itself, as base64 (a data: URI); the router fetches nothing, so that what it records is exact"
+)
 # Under which names a model's config.json has the id of an image's placeholder.
 _PLACEHOLDERS: Final = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
@@ -46,6 +48,10 @@ class Image:
     def uri(self) -> str:
         """As engines take it."""
         return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+    def with_data(self, data: bytes) -> Image:
+        """The same with its bytes."""
+        return replace(self, data=data)
 
     def to_json(self) -> dict[str, Any]:
         """A part of a recorded message; the bytes are recorded once, under the digest."""
@@ -80,14 +86,19 @@ def read_base64(found: object, at: int, where: str) -> Image:
         data = base64.b64decode("".join(str(found).split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise invalid(f"{where} is not valid base64: {error}", field) from error
-    kind = next((kind for kind, magic in _MAGIC if data.startswith(magic)), None)
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        kind = "image/webp"
+    kind = kind_of(data)
     if kind is None:
         raise invalid(f"{where} is no PNG, JPEG, GIF or WebP image", field)
     return Image(
         digest=hashlib.sha256(data).hexdigest(), media_type=kind, size_bytes=len(data), at=at, data=data
     )  # fmt: skip
+
+
+def kind_of(data: bytes) -> str | None:
+    """The media type of an image by its first bytes; None where it is none that models read."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for kind, magic in _MAGIC if data.startswith(magic)), None)
 
 
 def check_limits(images: Sequence[Image], *, max_images: int, max_image_bytes: int) -> None:
@@ -144,11 +155,15 @@ def expanded(ids: Int32Array, told: Sequence[int], placeholder: int) -> list[int
                 "SGLang must run with SGLANG_MM_AVOID_RETOKENIZE=1 (its default)"
             )
     if at != len(told):
-        raise RecordingError(f"the engine's model saw {len(told) - at} ids behind the prompt with images that it was given")
+        raise RecordingError(
+            f"the engine's model saw {len(told) - at} ids behind the prompt with images that it was given"
+        )
     return counts
 
 
-def recorded(images: Sequence[Image], ids: Int32Array, placeholder: int, counts: Sequence[int]) -> tuple[PromptImage, ...]:
+def recorded(
+    images: Sequence[Image], ids: Int32Array, placeholder: int, counts: Sequence[int]
+) -> tuple[PromptImage, ...]:
     """The images of a whole prompt as they are recorded."""
     return tuple(
         PromptImage(digest=image.digest, position=position, num_tokens=count)

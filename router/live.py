@@ -45,6 +45,10 @@ class Flight:
     prompt_len: int = 0  # once it is known: before anything is sampled
     waiters: int = 0
 
+    def set_prompt_len(self, prompt_len: int) -> None:
+        """What its engine told: with images the prompt is longer than its ids."""
+        self.prompt_len = prompt_len
+
 
 @dataclass(slots=True, eq=False)
 class LiveSession:

@@ -47,6 +47,11 @@ class MessageForm:
         """A message as the template takes it; `guard` keeps an agent's text from becoming special tokens."""
         empty = self.null_content and message.tool_calls and not message.content
         body: Plain = {"role": message.role, "content": None if empty else guard(message.content)}
+        if message.images:
+            body["content"] = [
+                {"type": "text", "text": guard(part)} if isinstance(part, str) else {"type": "image"}
+                for part in message.parts
+            ]
         if message.reasoning:
             body[self.reasoning_key] = guard(message.reasoning)
         if message.tool_calls:

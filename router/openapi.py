@@ -145,6 +145,8 @@ def _answers(method: str, path: str) -> _Json:
 def _content(method: str, path: str) -> _Json:
     if path == "/learner/lease":
         return {CONTENT_TYPE: {}}
+    if path == f"{_OF_SESSION}/images/{{digest}}":
+        return {"image/*": {}}
     if path == "/metrics":
         return {metrics.CONTENT_TYPE: {"schema": {"type": "string"}}}
     schema = {"type": "object", "required": list(_MEMBERS.get((method, path), ()))}

@@ -16,6 +16,7 @@ import numpy as np
 from rlagent.router.chat_template import TemplateError
 from rlagent.router.conversation import Conversation, Message, RawPrompt, Root, history_digests
 from rlagent.router.forest import Forest, Node
+from rlagent.router.images import Image, places
 from rlagent.router.raw_prompt import ids_behind, whole_ids, whole_text
 from rlagent.router.render import Renderer, Segments
 from rlagent.router.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Plan:
     reason: str
     segment: str
     new: tuple[Message, ...]
+    images: tuple[Image, ...] = ()  # of the whole prompt, each at one placeholder, in order
 
 
 def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: Root, reasoning: Reasoning) -> Plan:
@@ -84,7 +86,17 @@ def _planning(
         reason = extended
     text, segment = renderer.fresh(conversation)
     ids = np.array((yield text), np.int32)
-    return Plan(ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment=segment, new=messages)
+    images = conversation.images
+    if not _placed(images, ids, renderer):
+        raise TemplateError(f"it does not show all of {len(images)} images where they stand")
+    return Plan(
+        ids=ids, suffix=ids, parent=None, origin="fresh", reason=reason, segment=segment, new=messages, images=images
+    )
+
+
+def _placed(images: Sequence[Image], ids: Int32Array, renderer: Renderer) -> bool:
+    """Whether a prompt has one placeholder for each image. Without images a sampled one is text like any other."""
+    return not images or (renderer.placeholder is not None and len(places(ids, renderer.placeholder)) == len(images))
 
 
 def _plan_raw(forest: Forest, tokenizer: Tokenizer, prompt: RawPrompt, root: Root) -> Plan:
@@ -137,14 +149,18 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
             return "foreign_stop"
         del suffix[0]
     suffix_ids = np.array(suffix, np.int32)
+    ids, images = np.concatenate([node.prompt_ids(), suffix_ids]), conversation.images
+    if not _placed(images, ids, renderer):
+        return "image_sampled"
     return Plan(
-        ids=np.concatenate([node.prompt_ids(), suffix_ids]),
+        ids=ids,
         suffix=suffix_ids,
         parent=node,
         origin="extended",
         reason="",
         segment=segments.digests[-1],
         new=conversation.messages[node.position + 1 :],
+        images=images,
     )
 
 

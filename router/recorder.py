@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,6 +23,7 @@ from rlagent.errors import ConflictError, MovedError, RlagentError, StoreUncerta
 from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.router.conversation import Root, root_of
 from rlagent.router.dialects.ask import Ask
+from rlagent.router.engine_client import EngineOverflow
 from rlagent.router.errors import overflow
 from rlagent.router.generate import Generator
 from rlagent.router.grammar import no_grammar
@@ -34,6 +35,7 @@ from rlagent.router.raw_prompt import TextEnd, text_end
 from rlagent.router.reader import ChoiceReader
 from rlagent.router.render import Renderer
 from rlagent.router.sampling import Decision, decide
+from rlagent.router.vision import Sight, Vision
 from rlagent.types import Call, Choice, ParentRef
 
 _log: Final = logging.getLogger(__name__)
@@ -46,6 +48,11 @@ _FULL_RENDER: Final = {
     "foreign_stop": "the chat template does not close a turn with the stop token that the model sampled",
     "reasoning_dropped": "the chat template leaves out earlier reasoning, and router.reasoning is 'template'",
 }
+
+_UNTRAINED_IMAGES: Final = (
+    "an agent sends images: they are recorded, and such rollouts are left out of training, since the learner trains text "
+    "models (status counts them: rollout_dropped, images)"
+)
 
 # Names of ignored fields that are counted each by itself.
 _MAX_FIELDS: Final = 256
@@ -66,6 +73,7 @@ class Prepared:
     decision: Decision
     plan: Plan
     root: Root
+    sight: Sight | None
 
 
 class Recorder:
@@ -86,6 +94,7 @@ class Recorder:
         self._router = router
         self._sampling = sampling
         self._context = context
+        self._vision = Vision(buffer, generator, renderer.placeholder, router)
         self.counts: Counter[tuple[str, str]] = Counter()  # (what, which) -> how often; for /metrics
         self._fields: set[str] = set()  # ignored ones, as they are counted
         self._said: set[str] = set()  # what the log was told once
@@ -104,19 +113,24 @@ class Recorder:
         """The request with the history that it names. A 400 where it asks for what the engines do not have."""
         if ask.grammar is not None and not await self._generator.has_grammar():
             raise no_grammar()
-        if ask.previous is None:
-            return ask
-        known = "\0" not in ask.previous  # which no store can look up
-        chain = await self._buffer.chain(live.session.session_id, ask.previous) if known else []
-        return replace(ask, conversation=continued(ask.conversation, ask.num_lead, ask.previous, chain))
+        if ask.previous is not None:
+            known = "\0" not in ask.previous  # which no store can look up
+            chain = await self._buffer.chain(live.session.session_id, ask.previous) if known else []
+            ask = replace(ask, conversation=continued(ask.conversation, ask.num_lead, ask.previous, chain))
+        await self._vision.check(ask.conversation)
+        return ask
 
     async def recorded(self, session_id: str, call_id: str) -> Call | None:
         """A call of a session, open or not."""
         return await self._buffer.call(session_id, call_id)
 
     async def num_prompt_tokens(self, live: LiveSession, ask: Ask) -> int:
-        """How long the prompt of a request would be."""
-        return len((await self._plan(live, ask))[0].ids)
+        """How long the prompt of a request would be, as the model would see it."""
+        await self._vision.check(ask.conversation)
+        found = (await self._plan(live, ask))[0]
+        if not found.images:
+            return len(found.ids)
+        return await self._vision.measure(live.session, found)
 
     async def _plan(self, live: LiveSession, ask: Ask) -> tuple[Plan, Root]:
         root = root_of(ask.model, ask.conversation, self._renderer.digest)
@@ -132,7 +146,7 @@ class Recorder:
             done = live.answered.get(ask.body_digest)
             if done is not None:
                 self.counts["retries", "replayed"] += 1
-                replay = Flight(call_id=done.call_id, started_at=done.started_at, prompt_len=done.prompt_len)
+                replay = Flight(call_id=done.call_id, started_at=done.started_at, prompt_len=done.num_prompt_tokens)
                 replay.future = asyncio.get_running_loop().create_future()
                 replay.future.set_result(done)
                 return replay, False
@@ -170,15 +184,10 @@ class Recorder:
     async def _prepare(self, live: LiveSession, flight: Flight, ask: Ask, decision: Decision) -> Prepared:
         found, root = await self._plan(live, ask)
         flight.prompt_len = len(found.ids)
-        room = self._context - len(found.ids)
-        if room < 1:
-            raise overflow(
-                f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
-                f"{len(found.ids)} tokens. Please reduce the length of the messages."
-            )
-        if decision.sampling.max_tokens > room:
-            decision = replace(decision, sampling=replace(decision.sampling, max_tokens=room))
-        self._count(ask, decision, found)
+        hidden = 0 if found.parent is None else found.parent.num_hidden
+        decision = self._fitted(decision, len(found.ids) + hidden)
+        self._count(ask, decision, found, train=live.session.train)
+        sight = await self._vision.sight(found, flight.set_prompt_len)
         return Prepared(
             call_id=flight.call_id,
             index=live.forest.take_index(),
@@ -187,14 +196,27 @@ class Recorder:
             decision=decision,
             plan=found,
             root=root,
+            sight=sight,
         )
+
+    def _fitted(self, decision: Decision, prompt_len: int) -> Decision:
+        """No more tokens than fit behind a prompt. 400 where none do."""
+        room = self._context - prompt_len
+        if room < 1:
+            raise overflow(
+                f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
+                f"{prompt_len} tokens. Please reduce the length of the messages."
+            )
+        if decision.sampling.max_tokens > room:
+            return replace(decision, sampling=replace(decision.sampling, max_tokens=room))
+        return decision
 
     def _say_once(self, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
             _log.warning(what)
 
-    def _count(self, ask: Ask, decision: Decision, found: Plan) -> None:
+    def _count(self, ask: Ask, decision: Decision, found: Plan, *, train: bool) -> None:
         self.counts["calls", found.origin if found.origin == "extended" else f"fresh:{found.reason}"] += 1
         if not self._renderer.family_known:
             self.counts["unknown_family", "calls"] += 1
@@ -204,6 +226,10 @@ class Recorder:
                 f"{_FULL_RENDER[found.reason]}: such turns are rendered in full and start a new row; `rlagent doctor` "
                 "shows where"
             )
+        if found.images:
+            self.counts["images", "calls"] += 1
+            if train and decision.exact:
+                self._say_once(_UNTRAINED_IMAGES)
         for name in decision.overridden:
             self.counts["overridden", name] += 1
         for name in ask.ignored:
@@ -234,7 +260,15 @@ class Recorder:
             )
             for _ in range(ask.n)
         ]
-        choices = await self._sample(live, prepared, readers, on_events)
+        try:
+            choices = await self._sample(live, prepared, readers, on_events)
+        except EngineOverflow:  # nothing was sampled yet
+            if prepared.sight is None:
+                raise
+            num_fed = await self._vision.measure(live.session, found)
+            prepared = replace(prepared, decision=self._fitted(decision, num_fed))
+            choices = await self._sample(live, prepared, readers, on_events)
+        sight = prepared.sight
         served = [reader.message for reader in readers]
         ends = [] if ask.conversation.prompt is None else [self._text_end(found, choice) for choice in choices]
         call = Call(
@@ -258,8 +292,10 @@ class Recorder:
             finished_at=time.time(),
             body_digest=ask.body_digest,
             client=_client_note(prepared, ends),
+            images=() if sight is None else sight.behind(len(found.ids) - len(found.suffix)),
+            num_fed=None if sight is None else sight.num_fed,
         )
-        await self._commit(live, call)
+        await self._commit(live, call, {} if sight is None else sight.blobs)
         live.forest.add(call, prepared.root, found.segment, found.new, served, ends)
         live.remember(call)
         return call
@@ -268,9 +304,9 @@ class Recorder:
         """Where the text of a raw prompt's completion ends."""
         return text_end(self._renderer.tokenizer.decode([*found.ids.tolist(), *choice.output_ids.tolist()]))
 
-    async def _commit(self, live: LiveSession, call: Call) -> None:
+    async def _commit(self, live: LiveSession, call: Call, images: Mapping[str, bytes]) -> None:
         try:
-            await _to_the_end(self._buffer.record_call(call, epoch=live.epoch))
+            await _to_the_end(self._buffer.record_call(call, epoch=live.epoch, images=images))
         except (MovedError, StoreUncertainError):
             live.distrust()  # another replica goes on with it, or the record may hold this call
             raise
@@ -308,6 +344,7 @@ class Recorder:
             sampling = replace(sampling, seed=sampling.seed + number)
         ask = prepared.ask
         trainable = prepared.decision.exact and ask.grammar is None and ask.model not in self._router.untrained_models
+        sight = prepared.sight
         choice = await self._generator.choice(
             f"{prepared.call_id}.{number}",
             live.session.session_id,
@@ -318,6 +355,8 @@ class Recorder:
             trainable=trainable,
             schema=None if ask.grammar is None else ask.grammar.schema,
             on_ids=None if on_events is None else on_ids,
+            images=() if sight is None else sight.uris,
+            on_prompt=None if sight is None else sight.told,
         )
         events = reader.finish(choice)
         if on_events is not None and events:

@@ -54,9 +54,17 @@ class Segments:
 class Renderer:
     """One model's chat template with its tokenizer."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, family: FamilyName | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        family: FamilyName | None = None,
+        placeholder: int | None = None,
+    ) -> None:
+        """placeholder: the id that the template puts for an image; None for a text model."""
         self._template = template
         self.tokenizer = tokenizer
+        self.placeholder = placeholder
         detected = detect(template.source)
         self.family_known = detected is not None or family is not None
         self.output_form = FORMS[family] if family is not None else detected or TEXT
@@ -66,9 +74,9 @@ class Renderer:
         self._edges = Edges(self.message_form.reasoning_key) if shows_by_calls(self.message_form, self._probe) else None
 
     @classmethod
-    def load(cls, model_dir: Path, family: FamilyName | None = None) -> Renderer:
+    def load(cls, model_dir: Path, family: FamilyName | None = None, placeholder: int | None = None) -> Renderer:
         """From a Hugging Face model directory. `family` overrides what is detected. LoadError says what is missing."""
-        return cls(ChatTemplate.load(model_dir), Tokenizer.load(model_dir), family)
+        return cls(ChatTemplate.load(model_dir), Tokenizer.load(model_dir), family, placeholder)
 
     def fresh(self, conversation: Conversation) -> tuple[str, str]:
         """The whole prompt's text, and the digest of its body. TemplateError when the template refuses it."""

@@ -21,6 +21,7 @@ from rlagent.router.auth import Auth
 from rlagent.router.balance import Pool
 from rlagent.router.config import RouterConfig
 from rlagent.router.errors import invalid
+from rlagent.router.images import kind_of
 from rlagent.router.json_body import MAX_INTEGER, ChosenId, KnownId, parse_body
 from rlagent.router.live import LiveSessions, hash_key, new_key
 from rlagent.router.sampling import check_session_sampling
@@ -34,7 +35,9 @@ _MAX_DIGITS: Final = 9  # of the number of sessions that are listed
 _UNREWARDED: Final = (
     "finished without a reward, and is not trained on; give one when you finish it, or open it with train = false"
 )
+_WITH_IMAGES: Final = "it holds images, and is not trained on: the learner trains text models"
 _log: Final = logging.getLogger(__name__)
+_NO_SNIFF: Final = {"x-content-type-options": "nosniff"}
 _Number = int | float
 
 
@@ -97,6 +100,7 @@ class SessionsApi:
             web.get(one, self.show),
             web.get(f"{one}/calls", self.calls),
             web.get(f"{one}/trajectories", self.trajectories),
+            web.get(f"{one}/images/{{digest}}", self.image),
             web.post(f"{one}/reward", self.reward),
             web.post(f"{one}/finish", self.finish),
         ]
@@ -161,7 +165,9 @@ class SessionsApi:
             if not self._counts["sessions", "unrewarded"]:
                 _log.warning("session %s was %s (said once; /metrics counts them)", session_id, _UNREWARDED)
             self._counts["sessions", "unrewarded"] += 1
-        return _json(session_json(session) | {"warning": _UNREWARDED if unrewarded else None})
+        with_images = session.train and live is not None and live.forest.has_images
+        warning = _UNREWARDED if unrewarded else _WITH_IMAGES if with_images else None
+        return _json(session_json(session) | {"warning": warning})
 
     async def listed(self, request: web.Request) -> web.Response:
         """The newest sessions."""
@@ -193,6 +199,16 @@ class SessionsApi:
         await self._need(session_id)
         rows = await self._buffer.trajectories(session_id)
         return _json({"trajectories": [trajectory_json(row) for row in rows]})
+
+    async def image(self, request: web.Request) -> web.Response:
+        """The bytes of an image that a call of the session has."""
+        session_id, digest = await self._readable(request), request.match_info["digest"]
+        calls = await self._buffer.calls(session_id)
+        known = any(image.digest == digest for call in calls for image in call.images)
+        data = await self._buffer.image(digest) if known else None
+        if data is None:
+            raise NotFoundError(f"no call of session {session_id!r} has an image {digest!r}")
+        return web.Response(body=data, content_type=kind_of(data) or "application/octet-stream", headers=_NO_SNIFF)
 
     async def _readable(self, request: web.Request) -> str:
         session_id = request.match_info["session_id"]

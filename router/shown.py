@@ -48,6 +48,8 @@ def call_json(call: Call, by_id: Mapping[str, Call]) -> dict[str, object]:
         "started_at": call.started_at,
         "finished_at": call.finished_at,
         "client": orjson.loads(call.client),
+        "images": [asdict(image) for image in call.images],
+        "num_prompt_tokens": call.num_prompt_tokens,
         "choices": [
             {
                 "output_ids": choice.output_ids.tolist(),

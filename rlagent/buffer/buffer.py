@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from rlagent.buffer import groups, history, leases, policies, sessions, status
@@ -31,6 +32,7 @@ from rlagent.trajectory import rows
 from rlagent.types import Call, Delivery, Group, Lease, PolicyVersion, Reward, Session, SessionState, Trajectory
 
 T = TypeVar("T")
+_NO_IMAGES: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 # A waiting lease looks at the queue again at least so often: a notice of another replica may have been missed.
 LOOK_AGAIN_S: Final = 5.0
@@ -102,15 +104,23 @@ class Buffer:
         """Whether a session is open, and nobody took it over since this epoch."""
         return await self._store.read(lambda tx: sessions.is_open(tx, session_id, epoch))
 
-    def record_call(self, call: Call, *, epoch: int = 0) -> asyncio.Future[None]:
+    def record_call(
+        self, call: Call, *, epoch: int = 0, images: Mapping[str, bytes] = _NO_IMAGES
+    ) -> asyncio.Future[None]:
         """Make a call durable. ConflictError once the session is sealed, MovedError once it has another epoch.
 
         It takes effect also where the future is cancelled.
 
-        epoch: of the claim of the session; 0 for who opened it.
+        epoch: of the claim of the session; 0 for who opened it. images: the bytes of the call's, by digest.
         """
         values = sessions.encode(call)
-        return self._store.write_soon(lambda tx: sessions.insert_call(tx, call, values, epoch=epoch), exclusive=False)
+        return self._store.write_soon(
+            lambda tx: sessions.insert_call(tx, call, values, epoch=epoch, images=images), exclusive=False
+        )
+
+    async def image(self, digest: str) -> bytes | None:
+        """The bytes of an image of a recorded call."""
+        return await self._store.read(lambda tx: sessions.image(tx, digest))
 
     def mark_delivered(self, call_id: str) -> None:
         """The agent has seen the end of the answer.

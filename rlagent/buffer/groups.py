@@ -4,7 +4,7 @@ A unit is what is handed out: a named group, or a bundle of ungrouped sessions. 
 -> consumed, or dropped (with a reason), and back to ready when a lease ends or a restore undoes its consumption.
 
 A session's `member` column says what it is to its unit: running; valid (trained on); invalid (finished, its slot is
-used up: failed, timed out, no reward, nothing trainable); vacated (interrupted: its slot is open again); waiting
+used up: failed, timed out, no reward, images, nothing trainable); vacated (interrupted: its slot is open again); waiting
 (ungrouped, bundle not full); late (its unit was complete); untrained.
 """
 
@@ -20,6 +20,9 @@ from rlagent.types import Session
 
 # Statuses that leave a group's slot open for a replacement; any other failure uses its slot up.
 VACATING: Final = frozenset({"interrupted"})
+# Why a finished and rewarded session is not trained on. The learner trains text models: it would see other prompts.
+HAS_IMAGES: Final = "images"
+NOTHING_TRAINABLE: Final = "no_trainable_call"
 # Names of bundles of ungrouped sessions.
 BUNDLE_PREFIX: Final = "ungrouped-"
 
@@ -57,8 +60,8 @@ def join(tx: Transaction, session: Session, config: BufferConfig) -> None:
         raise ConflictError(f"group {session.group_id!r} is complete ({state}); use a new group id")
 
 
-def place(tx: Transaction, session: Session, *, trainable: bool, config: BufferConfig) -> bool:
-    """A session was just sealed.
+def place(tx: Transaction, session: Session, *, problem: str, config: BufferConfig) -> bool:
+    """A session was just sealed, with a `problem` ("", HAS_IMAGES, NOTHING_TRAINABLE) of its calls.
 
     Decide what it is to its unit, and complete the unit if it was the last. True if one became ready.
     """
@@ -70,7 +73,7 @@ def place(tx: Transaction, session: Session, *, trainable: bool, config: BufferC
         count(tx, "rollout_dropped", session.status)
         _set_member(tx, session, "vacated")
         return False
-    problem = _problem(session, trainable=trainable)
+    problem = _problem(session) or problem
     if session.group_id is None:
         if problem:
             count(tx, "rollout_dropped", problem)
@@ -123,13 +126,11 @@ def drop(tx: Transaction, unit_id: str, reason: str) -> None:
     count(tx, "group_dropped", reason)
 
 
-def _problem(session: Session, *, trainable: bool) -> str:
-    """Why a finished session is not trained on; "" if it is."""
+def _problem(session: Session) -> str:
+    """Why a session is not trained on by how it finished; "" if it is."""
     if session.status != "completed":
         return session.status
-    if session.reward is None:
-        return "no_reward"
-    return "" if trainable else "no_trainable_call"
+    return "no_reward" if session.reward is None else ""
 
 
 def _set_member(tx: Transaction, session: Session, member: str) -> None:

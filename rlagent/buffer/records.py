@@ -16,7 +16,7 @@ import orjson
 from rlagent.buffer.blobs import pack, pack_arrays, pack_small, unpack, unpack_arrays, unpack_small
 from rlagent.buffer.database import Row, Value
 from rlagent.errors import RequestError, StoreError
-from rlagent.types import Call, Choice, ParentRef, Reward, Sampling, Session, VersionSpan
+from rlagent.types import Call, Choice, ParentRef, PromptImage, Reward, Sampling, Session, VersionSpan
 
 SESSION_COLUMNS: Final = (
     "session_id, key_hash, task_id, group_id, group_size, train, sampling, metadata, created_at, deadline_at, "
@@ -105,7 +105,7 @@ def add_rewards(first: Reward | None, second: Reward) -> Reward:
 
 def encode_call(call: Call) -> tuple[Value, ...]:
     """The values of CALL_COLUMNS."""
-    head = {
+    head: dict[str, object] = {
         "dialect": call.dialect,
         "model": call.model,
         "origin": call.origin,
@@ -118,6 +118,9 @@ def encode_call(call: Call) -> tuple[Value, ...]:
         "body_digest": call.body_digest,
         "choices": [_choice_head(choice) for choice in call.choices],
     }
+    if call.num_fed is not None:
+        head["num_fed"] = call.num_fed
+        head["images"] = [(image.digest, image.position, image.num_tokens) for image in call.images]
     suffix = np.ascontiguousarray(call.prompt_suffix, np.int32)
     arrays: list[np.ndarray[Any, Any]] = [suffix]
     for choice in call.choices:
@@ -182,6 +185,8 @@ def decode_call(row: Row) -> Call:
         started_at=head["started_at"],
         finished_at=head["finished_at"],
         body_digest=head["body_digest"],
+        images=tuple(PromptImage(digest=d, position=p, num_tokens=n) for d, p, n in head.get("images", ())),
+        num_fed=head.get("num_fed"),
     )
 
 

@@ -1,7 +1,7 @@
 """The tables of the data buffer, in data-flow order. SQL that SQLite and PostgreSQL both read.
 
-session -> calls -> (seal) -> unit (a group that is handed out) -> lease -> consumption; policies are the tree of
-published weights; replicas are the processes that share the database.
+session -> calls (the bytes of their images aside, each content once) -> (seal) -> unit (a group that is handed out) ->
+lease -> consumption; policies are the tree of published weights; replicas are the processes that share the database.
 
 Invariants: `units.position` is the order of completion and is never changed; `units.batch` is the number of the
 consumption that took the unit first, and is what keeps a redelivered batch together; `consumptions` is a tree
@@ -17,7 +17,7 @@ from typing import Final
 from rlagent.buffer.database import Connection, Database
 from rlagent.errors import StoreError
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -63,6 +63,7 @@ TABLES: Final = (
         client BYTEA NOT NULL,
         UNIQUE (session_id, position)
     )""",
+    "CREATE TABLE IF NOT EXISTS images (digest TEXT PRIMARY KEY, data BYTEA NOT NULL)",
     """CREATE TABLE IF NOT EXISTS units (
         unit_id TEXT PRIMARY KEY,
         task_id TEXT,

@@ -7,6 +7,7 @@ taken from the epoch that took the session over last, so two replicas never both
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -65,8 +66,13 @@ def is_open(tx: Transaction, session_id: str, epoch: int) -> bool:
     return tx.row("SELECT state, epoch FROM sessions WHERE session_id = ?", session_id) == ("open", epoch)
 
 
-def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch: int) -> None:
-    """A call of an open session, whose parent is recorded and whose prompt length adds up. MovedError: another epoch."""
+def insert_call(
+    tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch: int, images: Mapping[str, bytes]
+) -> None:
+    """A call of an open session, whose parent is recorded and whose prompt length adds up. MovedError: another epoch.
+
+    images: the bytes of the call's, by digest; each content is stored once.
+    """
     held, parent = _need_open_for(tx, call)
     if epoch != held:
         raise MovedError(
@@ -89,6 +95,11 @@ def insert_call(tx: Transaction, call: Call, values: tuple[Value, ...], *, epoch
     insert = f"INSERT INTO calls ({CALL_COLUMNS}) VALUES ({marks(CALL_COLUMNS)}) ON CONFLICT (call_id) DO NOTHING"
     if not tx.run(insert, *values):
         raise ConflictError(f"call {call.call_id} is recorded already")
+    for digest in dict.fromkeys(image.digest for image in call.images):
+        if tx.row("SELECT 1 FROM images WHERE digest = ?", digest) is None:
+            if digest not in images:
+                raise StoreError(f"call {call.call_id}: its image {digest} is not given, and not known")
+            tx.run("INSERT INTO images (digest, data) VALUES (?, ?) ON CONFLICT DO NOTHING", digest, images[digest])
 
 
 def mark(tx: Transaction, call_id: str, delivery: Delivery) -> None:
@@ -157,7 +168,7 @@ def seal(
     Second: whether a unit became ready.
     """
     session = replace(session, state=state, status=status, sealed_at=now)
-    versions = _trained_versions(tx, session)
+    versions, has_images = _trained_versions(tx, session)
     tx.run(
         "UPDATE sessions SET state = ?, status = ?, reward = ?, sealed_at = ?, finish = ?, versions = ? "
         "WHERE session_id = ?",
@@ -170,7 +181,8 @@ def seal(
         session.session_id,
     )
     tx.notify(f"{SESSION} {session.session_id}")
-    return session, groups.place(tx, session, trainable=bool(versions), config=config)
+    problem = groups.HAS_IMAGES if has_images else "" if versions else groups.NOTHING_TRAINABLE
+    return session, groups.place(tx, session, problem=problem, config=config)
 
 
 def expire(tx: Transaction, now: float, config: BufferConfig) -> bool:
@@ -238,6 +250,12 @@ def find_call(tx: Transaction, session_id: str, call_id: str) -> Call | None:
     return None if row is None else decode_call(row)
 
 
+def image(tx: Transaction, digest: str) -> bytes | None:
+    """The bytes of a recorded image."""
+    row = tx.row("SELECT data FROM images WHERE digest = ?", digest)
+    return None if row is None else bytes(row[0])
+
+
 def encode(call: Call) -> tuple[Value, ...]:
     """The values that insert_call stores; made outside the transaction, since it compresses."""
     return encode_call(call)
@@ -290,10 +308,10 @@ def _need_calls(tx: Transaction, session_id: str, reward: Reward) -> None:
             raise NotFoundError(f"session {session_id!r} has no call {call_id!r} to reward")
 
 
-def _trained_versions(tx: Transaction, session: Session) -> list[int]:
-    """The versions of the tokens with loss mask True, read from the heads alone."""
+def _trained_versions(tx: Transaction, session: Session) -> tuple[list[int], bool]:
+    """The versions of the tokens with loss mask True, and whether others saw an image; read from the heads alone."""
     if not session.train:
-        return []
+        return [], False
     columns = "call_id, position, parent_id, parent_choice, delivery, prompt_digest, head"
     found = tx.rows(f"SELECT {columns} FROM calls WHERE session_id = ?", session.session_id)
     kept = kept_calls(
@@ -306,14 +324,18 @@ def _trained_versions(tx: Transaction, session: Session) -> list[int]:
         )
         for call_id, position, parent_id, choice, delivery, digest, _ in found
     )
-    return sorted(
-        {
+    versions: set[int] = set()
+    num_with_images = 0
+    for head in (orjson.loads(row[6]) for row in found if row[0] in kept):
+        sampled = {
             version
-            for row in found
-            if row[0] in kept
-            for choice in orjson.loads(row[6])["choices"]
+            for choice in head["choices"]
             if choice["trainable"]
             for version, start, end in choice["versions"]
             if end > start
         }
-    )
+        if "num_fed" in head:
+            num_with_images += bool(sampled)
+        else:
+            versions |= sampled
+    return sorted(versions), num_with_images > 0

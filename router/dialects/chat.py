@@ -204,7 +204,8 @@ def _content(found: Any, where: str) -> Content:
             content.show_url(image.get("url") if isinstance(image, dict) else image, f"{at}.url")
         else:
             raise invalid(
-                f"{where}.content has a part of type {kind!r}; the policy reads parts of type text and image_url", "messages"
+                f"{where}.content has a part of type {kind!r}; the policy reads parts of type text and image_url",
+                "messages",
             )
     return content
 

@@ -43,9 +43,9 @@ def usage(call: Call, tokenizer: Tokenizer) -> Json:
     """Token counts. Completion tokens are those sampled, stop token included."""
     sampled = num_sampled(call)
     return {
-        "prompt_tokens": call.prompt_len,
+        "prompt_tokens": call.num_prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": call.prompt_len + sampled,
+        "total_tokens": call.num_prompt_tokens + sampled,
         "completion_tokens_details": {"reasoning_tokens": num_reasoning(call, tokenizer)},
     }
 

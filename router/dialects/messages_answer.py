@@ -33,7 +33,7 @@ def message(call: Call, ask: Ask, tokenizer: Tokenizer) -> Json:
     return _head(call.call_id, ask) | {
         "content": _content(answered),
         **_stop(call, answered),
-        "usage": _usage(call.prompt_len, num_sampled(call), num_reasoning(call, tokenizer)),
+        "usage": _usage(call.num_prompt_tokens, num_sampled(call), num_reasoning(call, tokenizer)),
     }
 
 
@@ -72,7 +72,7 @@ class EventWriter:
     def closing(self, call: Call) -> bytes:
         """The end of the open block, why the message ended, and its end."""
         (answered,) = served(call)
-        usage = _usage(call.prompt_len, num_sampled(call), num_reasoning(call, self._begun.tokenizer))
+        usage = _usage(call.num_prompt_tokens, num_sampled(call), num_reasoning(call, self._begun.tokenizer))
         ended = _event("message_delta", {"delta": _stop(call, answered), "usage": usage})
         return self._close() + ended + _event("message_stop", {})
 

@@ -170,11 +170,11 @@ def _finished(call: Call, ask: Ask, tokenizer: Tokenizer, items: list[Json]) -> 
             text["logprobs"] = token_logprobs(choice, tokenizer)
     sampled = num_sampled(call)
     usage = {
-        "input_tokens": call.prompt_len,
+        "input_tokens": call.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": num_reasoning(call, tokenizer)},
-        "total_tokens": call.prompt_len + sampled,
+        "total_tokens": call.num_prompt_tokens + sampled,
     }
     body = _body(call.call_id, call.started_at, ask, status, items) | {"usage": usage}
     if status == "incomplete":

@@ -49,6 +49,10 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         self.healthy = True
         self.grammar_backend: str | None = None
+        self.image_tokens: tuple[int, int] | None = (
+            None  # a placeholder's id, and how many tokens the model sees in its stead
+        )
+        self.retokenizes = False  # what it says of a prompt with images is not what it was given
         self.tells_experts = False  # of each token [its position, its request], where they are asked for
         self.pausing = asyncio.Event()  # set when a pause has come in
         self.hold_pause: asyncio.Event | None = None
@@ -119,7 +123,17 @@ class FakeEngine:
                 told = np.stack((fed, np.full_like(fed, self.requests.index(body))), axis=1)
                 meta["routed_experts"] = base64.b64encode(told.tobytes()).decode()
             meta["weight_versions"] = reply.spans or [{"version": self.version, "start": 0, "end": count}]
-        return {"text": "", "output_ids": list(reply.ids[:count]), "meta_info": meta}
+        answer = {"text": "", "output_ids": list(reply.ids[:count]), "meta_info": meta}
+        if self.image_tokens is not None and body.get("return_prompt_token_ids"):
+            placeholder, repeats = self.image_tokens
+            assert body["input_ids"].count(placeholder) == len(body["image_data"]), (
+                "SGLang would break off, or drop images"
+            )
+            seen = [
+                again for token in body["input_ids"] for again in [token] * (repeats if token == placeholder else 1)
+            ]
+            answer["prompt_token_ids"] = seen[::-1] if self.retokenizes else seen
+        return answer
 
     async def command(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read() or b"{}")
@@ -135,7 +149,8 @@ class FakeEngine:
         return web.json_response({"success": True, "message": "ok"})
 
     async def model_info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
+        sees = self.image_tokens is not None
+        return web.json_response({"weight_version": self.version, "has_image_understanding": sees})
 
     async def server_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"grammar_backend": self.grammar_backend})

@@ -5,7 +5,7 @@ In the flow: train.py asks for a step's groups; those without variance in their 
 resume is given the same leases and leaves out the same groups.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from rlagent.types import Group, Lease
@@ -30,6 +30,11 @@ def has_variance(group: Group) -> bool:
     return group.ungrouped or len({rollout.reward.total for rollout in group.rollouts}) > 1
 
 
+def useful(groups: Iterable[Group], *, refill: int) -> list[Group]:
+    """Those that are trained on: with dynamic sampling (refill > 0) the ones with variance, else all."""
+    return [group for group in groups if not refill or has_variance(group)]
+
+
 async def gather(
     lease: Callable[[int], Awaitable[Lease | None]], num_groups: int, *, refill: int, dropped: Callable[[int], None]
 ) -> Gathered | None:
@@ -46,9 +51,9 @@ async def gather(
         if found is None:
             return None
         leases.append(found)
-        useful = [group for group in found.groups if has_variance(group)] if refill else list(found.groups)
-        kept += useful
-        flat += len(found.groups) - len(useful)
+        teaching = useful(found.groups, refill=refill)
+        kept += teaching
+        flat += len(found.groups) - len(teaching)
         wanted = min(num_groups - len(kept), left) if refill else 0
         left -= max(0, wanted)
         if wanted > 0:

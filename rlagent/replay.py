@@ -4,6 +4,7 @@ In the flow it stands beside train.py: the groups come from the buffer of a run 
 newest weights. Invariant: the recorded run is only read; under its own settings the replay's steps are its steps, bit for bit.
 """
 
+import itertools
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,16 +14,19 @@ import numpy as np
 import orjson
 import safetensors.numpy
 
+from rlagent.buffer import Buffer
 from rlagent.buffer.history import Consumption
 from rlagent.config import Config
 from rlagent.display import Display
 from rlagent.errors import LoadError
+from rlagent.gather import useful
 from rlagent.launch.local import LocalRanks
 from rlagent.recorded import recorded_buffer, recorded_config
 from rlagent.run_directory import RunDirectory
 from rlagent.train import model_context, rank_spec
 from rlagent.trainer.batch import pack
 from rlagent.trainer.metrics import data_metrics
+from rlagent.trainer.teacher import with_teacher
 from rlagent.types import Batch, Group
 
 # Metrics that a step computes from its batch and its weights alone.
@@ -41,23 +45,21 @@ class Replayed:
 async def replay(config: Config, recorded: Path) -> Replayed:
     """Train on the recorded batches in order, from the model directory on; writes metrics and the model to config.run.dir."""
     before = {record["step"]: record for record in RunDirectory(recorded).read_metrics()}
-    if config.learner.batch.refill:
-        raise LoadError(
-            "a run with learner.batch.refill takes several recorded batches a step, which a replay does not; set it to 0"
-        )
     run = RunDirectory.create(config)
     async with recorded_buffer(recorded) as buffer, LocalRanks(rank_spec(config), run.logs) as ranks:
         run.begin(config)
-        history = await buffer.lineage()
+        history = by_step(await buffer.lineage())
         if not history:
             raise LoadError(f"{str(recorded)!r} was not trained: its data buffer knows no consumption")
         equal = 0
         with Display() as display:
             display.title(f"{run.path}: replay of {len(history)} steps of {recorded}")
-            for step, consumption in enumerate(history[: config.run.steps], 1):
+            for step, consumptions in enumerate(history[: config.run.steps], 1):
                 start = time.perf_counter()
-                groups = await buffer.consumed(consumption.batch)
+                groups = await _groups(buffer, consumptions, config)
                 batch = _pack(config, groups)
+                if config.learner.loss.name == "opd" and batch.num_sampled:
+                    batch = await with_teacher(batch, config.learner.teacher)
                 metrics: dict[str, Any] = dict(data_metrics(groups, batch))
                 if batch.num_sampled:
                     metrics |= await ranks.call("train_step", batch)
@@ -74,6 +76,17 @@ async def replay(config: Config, recorded: Path) -> Replayed:
                 display.stepped({"step": step, **metrics})
         await ranks.call("save_hf", run.model)
     return Replayed(num_steps=min(len(history), config.run.steps), num_equal=equal)
+
+
+def by_step(lineage: list[Consumption]) -> list[list[Consumption]]:
+    """What each learner step consumed, in order: one batch, or with dynamic sampling as many as it took to fill the step."""
+    return [list(of_step) for _, of_step in itertools.groupby(lineage, key=lambda consumption: consumption.step)]
+
+
+async def _groups(buffer: Buffer, consumptions: list[Consumption], config: Config) -> list[Group]:
+    """The groups that a step trains on."""
+    leased = [group for each in consumptions for group in await buffer.consumed(each.batch)]
+    return useful(leased, refill=config.learner.batch.refill)
 
 
 def _pack(config: Config, groups: list[Group]) -> Batch:
@@ -94,8 +107,8 @@ async def dump(recorded: Path, step: int, out: Path) -> Batch:
     """
     config = recorded_config(recorded)
     async with recorded_buffer(recorded) as buffer:
-        consumption = _of_step(await buffer.lineage(), step, recorded)
-        groups = await buffer.consumed(consumption.batch)
+        consumptions = _of_step(by_step(await buffer.lineage()), step, recorded)
+        groups = await _groups(buffer, consumptions, config)
     batch = _pack(config, groups)
     arrays = {
         field.name: value for field in fields(batch) if isinstance(value := getattr(batch, field.name), np.ndarray)
@@ -105,12 +118,13 @@ async def dump(recorded: Path, step: int, out: Path) -> Batch:
          "reward": rollout.reward.total, "components": dict(rollout.reward.components)}
         for group in groups for rollout in group.rollouts
     ]  # fmt: skip
-    header = {"step": str(step), "batch": str(consumption.batch), "rollouts": orjson.dumps(rollouts).decode()}
+    batches = " ".join(str(each.batch) for each in consumptions)
+    header = {"step": str(step), "batch": batches, "rollouts": orjson.dumps(rollouts).decode()}
     safetensors.numpy.save_file(arrays, out, metadata=header)
     return batch
 
 
-def _of_step(history: list[Consumption], step: int, recorded: Path) -> Consumption:
+def _of_step(history: list[list[Consumption]], step: int, recorded: Path) -> list[Consumption]:
     if not 1 <= step <= len(history):
         raise LoadError(f"step {step} of {str(recorded)!r} was not trained; it has steps 1 to {len(history)}")
     return history[step - 1]

@@ -27,9 +27,11 @@ class Consumption:
 
 
 def lineage(tx: Transaction) -> list[Consumption]:
-    """The consumptions that made the learner's present weights, oldest first."""
+    """The consumptions that made the learner's present weights, oldest first. A batch that had become too old when it was to be
+    delivered again has a number, but made nothing.
+    """
     numbers = leases.numbers_of_lineage(tx, leases.head(tx))
-    rows = tx.rows("SELECT number, batch, step FROM consumptions ORDER BY number")
+    rows = tx.rows("SELECT number, batch, step FROM consumptions WHERE lease_id IS NOT NULL ORDER BY number")
     return [Consumption(number=row[0], batch=row[1], step=row[2]) for row in rows if row[0] in numbers]
 
 

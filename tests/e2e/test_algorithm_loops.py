@@ -35,6 +35,8 @@ def test_dynamic_sampling_asks_for_groups_in_place_of_those_without_variance(tmp
     assert len(records) == 2
     assert sum(record["data/groups_left_out"] for record in records) > 0
     assert all(record["reward/groups_without_variance"] == 0 for record in records)
+    replayed = demo.command("train", "--replay", str(tmp_path / "run"), "--run-dir", str(tmp_path / "again"))
+    assert "replayed 2 steps: every step is the recorded one, bit for bit" in replayed
 
 
 def test_adapters_on_drawn_tasks_are_published_and_resumed(tmp_path: Path) -> None:

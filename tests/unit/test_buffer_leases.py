@@ -285,6 +285,7 @@ async def test_a_redelivered_batch_that_became_too_old_is_passed_once(buffer: Bu
     assert report.redelivered == 2
     names, number = await train(buffer)
     assert names == ["c"]
+    assert [one.batch for one in await buffer.lineage()] == [1, 3]  # what was passed has a number, and made no step
     assert (await buffer.status()).count("group_dropped", "stale") == 1
     assert (await buffer.restore(cursor=number, version=2)).redelivered == 0  # this lineage is past "b"
     assert (await buffer.restore(cursor=1, version=0)).redelivered == 2

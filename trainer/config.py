@@ -55,6 +55,9 @@ class AdvantageConfig(_Part):
     gamma: float = Field(1.0, gt=0, le=1, description="discount a token (a turn for turn_level)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda of gae")
     whiten: bool = Field(True, description="gae: advantages to mean 0 and deviation 1 over the step's sampled tokens")
+    min_deviation: float = Field(
+        0.1, ge=0, description="gae: whitening divides by at least this, in units of reward; 0 whitens whatever is left"
+    )
     components: dict[str, float] = Field({}, description="gdpo: weight of each reward component; none: 1 each")
     overlong: OverlongConfig = OverlongConfig()
 

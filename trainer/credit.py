@@ -7,6 +7,7 @@ anything. Pure: a batch in, a batch out. All scores are 0 outside the mask.
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlagent.errors import LearnerError
@@ -14,6 +15,8 @@ from rlagent.kernels.gae import gae_packed
 from rlagent.trainer.config import AdvantageConfig, LossConfig
 from rlagent.trainer.kl import KL_ESTIMATORS
 from rlagent.types import Batch, Float32Array
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,12 @@ def kl_in_reward(batch: Batch, scores: Scores, advantage: AdvantageConfig, loss:
 
 
 def gae(batch: Batch, scores: Scores, config: AdvantageConfig) -> tuple[Batch, Float32Array]:
-    """Generalised advantages (arXiv 1506.02438), whitened if asked for; returns = A + V from before that."""
+    """Generalised advantages (arXiv 1506.02438), whitened if asked for; returns = A + V from before that.
+
+    Once every rollout succeeds, what is left of the advantages is the critic's error. Divided by its own deviation it would have
+    the size of a reward, and the optimizer would follow it: so whitening divides by `min_deviation` at least, and never enlarges
+    what is small (as DreamerV3 scales returns by max(1, their range), arXiv 2301.04104).
+    """
     assert scores.values is not None
     if batch.rewards is None:
         raise LearnerError(
@@ -66,7 +74,8 @@ def gae(batch: Batch, scores: Scores, config: AdvantageConfig) -> tuple[Batch, F
     found, returns = _gae(batch, batch.rewards, scores.values, config.gamma, config.lam)
     sampled = found[batch.loss_mask]
     if config.whiten and len(sampled) > 1:
-        found = (found - sampled.mean()) / (sampled.std() + max(config.epsilon, 1e-8))
+        deviation = max(float(sampled.std()) + config.epsilon, config.min_deviation)
+        found = (found - sampled.mean()) / deviation if deviation else np.zeros_like(found)
     return replace(batch, advantages=np.where(batch.loss_mask, found, 0).astype(np.float32)), returns
 
 
@@ -84,21 +93,49 @@ def distilled(batch: Batch, scores: Scores) -> Batch:
 def preferred(batch: Batch, scores: Scores, beta: float) -> Batch:
     """DPO (arXiv 2305.18290, eq. 7) as REINFORCE: A = +-beta sigmoid(-margin) has the gradient of -log sigmoid(margin).
 
-    margin = beta (log ratio of the chosen rollout to the reference - that of the rejected); a pair of which one has no row gives 0.
     The sign comes with the batch: +1 chosen, -1 rejected. With more than one update a step the margin is that of its start.
+    """
+    group, sign, margin, whole = _pairs(batch, scores, beta)
+    strength = np.where(whole, beta / (1 + np.exp(margin)), 0.0)
+    return replace(batch, advantages=(sign * strength[group]).astype(np.float32))
+
+
+def _pairs(
+    batch: Batch, scores: Scores, beta: float
+) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray, npt.NDArray[np.bool_]]:
+    """Of each token its group and sign [N]; of each group its margin, and whether it is a pair of two that have rows [G].
+
+    margin = beta (log ratio of the chosen rollout to the reference - that of the rejected).
     """
     assert scores.policy is not None
     assert scores.reference is not None
     assert batch.group_index is not None
-    lengths = np.diff(batch.cu_seqlens)
-    group = np.repeat(batch.group_index, lengths)
+    group = np.repeat(batch.group_index, np.diff(batch.cu_seqlens)).astype(np.int64)
     sign = np.sign(batch.advantages).astype(np.float64)
     size = int(batch.group_index.max(initial=-1)) + 1
     difference = (scores.policy.astype(np.float64) - scores.reference) * batch.loss_mask
     margin = beta * np.bincount(group, weights=sign * difference, minlength=size)
     whole = np.array([{-1.0, 1.0} <= set(sign[group == number].tolist()) for number in range(size)], dtype=bool)
-    strength = np.where(whole, beta / (1 + np.exp(margin)), 0.0)
-    return replace(batch, advantages=(sign * strength[group]).astype(np.float32))
+    return group, sign, margin, whole
+
+
+def score_metrics(batch: Batch, scores: Scores, loss: LossConfig) -> dict[str, float]:
+    """What the step's start looks like to the loss itself: opd's reverse KL, dpo's loss and margins. `batch` is from before `credited`."""
+    if loss.name == "opd":
+        assert scores.policy is not None
+        assert batch.teacher_logprobs is not None
+        gap = (scores.policy - batch.teacher_logprobs)[batch.loss_mask]
+        return {"distillation/reverse_kl": float(gap.mean())} if len(gap) else {}
+    if loss.name == "dpo":
+        _, _, margins, whole = _pairs(batch, scores, loss.beta)
+        margin = margins[whole]
+        found = {"preference/pairs": float(len(margin))}
+        if len(margin):
+            found["preference/loss"] = float(np.logaddexp(0, -margin).mean())
+            found["preference/margin"] = float(margin.mean())
+            found["preference/accuracy"] = float((margin > 0).mean())
+        return found
+    return {}
 
 
 def _gae(

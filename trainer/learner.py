@@ -21,18 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlagent.errors import LearnerError
 from rlagent.trainer import checkpoint, parallel, weights
 from rlagent.trainer.batch import split
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
-from rlagent.trainer.credit import Scores, credited
+from rlagent.trainer.credit import Scores, credited, score_metrics
 from rlagent.trainer.critic import Critic, ValueWork
 from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
 from rlagent.trainer.lora import Adapters, base_fingerprint
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model.architecture import read_architecture
-from rlagent.trainer.model.build import Policy, PolicyModel, build_model, check_layout
+from rlagent.trainer.model.build import Policy, build_model, check_layout
 from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
@@ -103,11 +102,6 @@ class Learner:
 
     def _adapt(self, policy: Policy) -> Adapters:
         """Freeze the policy and put adapters on it."""
-        if not isinstance(policy, PolicyModel):
-            raise LearnerError(
-                f"learner.lora.rank = {self.config.lora.rank} with parallel.virtual_pipeline = "
-                f"{self.plan.config.virtual_pipeline}: adapters need parallel.virtual_pipeline = 1"
-            )
         local = weights.local_parameters(policy, self.arch, self.plan)
         self._base = base_fingerprint(self.model_dir)
         return Adapters(policy, local, self.plan, self.config.lora, seed=self.seed)
@@ -155,7 +149,7 @@ class Learner:
         started = time.perf_counter()
         batch = self._checked(batch)
         updates = self.config.batch.updates
-        batch = self._credited(batch)
+        batch, of_scores = self._credited(batch)
         parts = split(batch, updates, self.config.loss) if updates > 1 else [batch]
         score_old = len(parts) > 1 and self.config.old_logprobs == "recompute"
         # The first update's own forward pass is by the policy from before it.
@@ -178,6 +172,7 @@ class Learner:
             self.reference.verify()
             self.reference.refresh(self.model.module, self.num_steps)
         return {
+            **of_scores,
             **value_metrics,
             **routing_metrics(batch),
             **reduce(sum_stats(stats, self.plan), batch.num_sampled),
@@ -195,12 +190,12 @@ class Learner:
         check_batch(batch, self.arch.vocab_size)
         return replayable(batch, self.arch, replay=self.config.replay_experts)
 
-    def _credited(self, batch: Batch) -> Batch:
-        """The batch with the advantages that are made of scores, and the critic's part of it."""
+    def _credited(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with the advantages that are made of scores, and the critic's part of it; what the scores say of the policy."""
         loss = self.config.loss
         in_reward = loss.kl_in == "reward" and loss.kl_coef > 0
         if not (in_reward or self.critic is not None or loss.name in ("opd", "dpo")):
-            return batch
+            return batch, {}
         microbatches = self._microbatches(batch)
 
         def scored(scores: list[Tensor]) -> Float32Array:
@@ -216,7 +211,7 @@ class Learner:
             values = scored(self.critic.values(microbatches))
         scores = Scores(policy=policy, reference=reference, values=values)
         found, returns = credited(batch, scores, self.config.advantage, loss)
-        return replace(found, values=values, returns=returns)
+        return replace(found, values=values, returns=returns), score_metrics(batch, scores, loss)
 
     def _learn_values(self, batch: Batch, parts: Sequence[Batch], works: Sequence[Sequence[Work]]) -> dict[str, float]:
         """The critic's updates of a step, one for each of the policy's."""

@@ -3,7 +3,8 @@
 In the flow: the learner installs them on its policy before the optimizer is made. A linear layer's weight is merged anew before each of
 its forward passes, in fp32 and then cast, by the same function that publishes it: the policy that is trained is bit for bit the one
 that engines get. Adapters are whole on every tensor-parallel rank, which cuts their product; so they load under any layout.
-Invariant: the base never changes; all tensor-parallel ranks hold equal adapters.
+Experts have adapters of their own, which stand where they stand and are not cut.
+Invariant: the base never changes; all ranks that hold a matrix hold equal adapters of it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlagent.errors import LearnerError
 from rlagent.trainer.config import LoraConfig
 from rlagent.trainer.model import megatron
 from rlagent.trainer.model.architecture import Architecture
-from rlagent.trainer.model.build import PolicyModel
+from rlagent.trainer.model.build import Policy, chunks_of
 from rlagent.trainer.parallel import ParallelPlan
 from rlagent.trainer.weight_map import Rule, shapes, split
 
@@ -53,6 +53,12 @@ class _Adapter(nn.Module):
             a = torch.empty(config.rank, columns).uniform_(-bound, bound, generator=draw)
             self.a.append(nn.Parameter(a.to(weight)))
             self.b.append(nn.Parameter(weight.new_zeros(rows, config.rank)))
+        if rule.expert >= 0:
+            for matrix in self.parameters():
+                # As megatron marks an expert's own weights: gradients are summed over the ranks that hold the expert, and every rank
+                # counts its experts in the gradient's norm.
+                matrix.allreduce = False  # type: ignore[attr-defined]
+                megatron.tensor_parallel.set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=0, stride=1)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each matrix by its name in PEFT's files."""
@@ -77,7 +83,7 @@ class _Adapter(nn.Module):
         return (base.float() + (left @ right) * self._scale).to(base.dtype)
 
     def _shared(self, matrix: Tensor) -> Tensor:
-        if self._plan.config.tensor == 1:
+        if self._rule.cuts(self._plan.config.tensor) == 1:
             return matrix
         whole: Tensor = megatron.tensor_parallel.copy_to_tensor_model_parallel_region(
             matrix, group=self._plan.tensor_group
@@ -89,9 +95,10 @@ class Adapters:
     """All adapters of this rank's part of a policy."""
 
     def __init__(
-        self, policy: PolicyModel, local: Mapping[Rule, Tensor], plan: ParallelPlan, config: LoraConfig, *, seed: int
+        self, policy: Policy, local: Mapping[Rule, Tensor], plan: ParallelPlan, config: LoraConfig, *, seed: int
     ) -> None:
-        """local: the policy's parameters by their rules. They are frozen. Raises LearnerError for experts."""
+        """local: the policy's parameters by their rules. They are frozen."""
+        first = chunks_of(policy)[0]
         self._by_rule: dict[Rule, _Adapter] = {}
         self._on = True
         policy.requires_grad_(False)
@@ -104,17 +111,12 @@ class Adapters:
             linear = rule.kind in _LINEAR and rule.place == "layer" and rule.hf[0].endswith(".weight")
             if not linear or not any(_target(name) in config.targets for name in rule.hf):
                 continue
-            if rule.expert >= 0:
-                raise LearnerError(
-                    f"learner.lora.targets = {list(config.targets)} name matrices of experts, which cannot be adapted; name those "
-                    "of the attention alone"
-                )
-            adapter = _Adapter(policy.architecture, rule, weight, plan, config, seed)
+            adapter = _Adapter(first.architecture, rule, weight, plan, config, seed)
             self._by_rule[rule] = adapter
             self._attach(holders[id(weight)], adapter)
         if plan.is_first_stage:
             # Recomputed layers give gradients only where their input asks for one, and a frozen embedding's does not.
-            policy.embedding.register_forward_hook(lambda *call: call[2].requires_grad_(torch.is_grad_enabled()))
+            first.embedding.register_forward_hook(lambda *call: call[2].requires_grad_(torch.is_grad_enabled()))
 
     def _attach(self, module: Any, adapter: _Adapter) -> None:
         """Let the layer see the merged weight while it runs: an attribute of the instance hides the parameter."""
@@ -143,7 +145,9 @@ class Adapters:
     def parameters(self) -> dict[Rule, Tensor]:
         """What is trained, by what a checkpoint calls it."""
         return {
-            Rule(local=(), hf=(name,), kind="replicated", place="layer", layer=rule.layer): parameter
+            Rule(
+                local=(), hf=(name,), kind="replicated", place="layer", layer=rule.layer, expert=rule.expert
+            ): parameter
             for rule, adapter in self._by_rule.items()
             for name, parameter in adapter.named()
         }

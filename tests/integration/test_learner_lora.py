@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learner_gradients import config as whole_config
+from learner_gradients import gradients
 from learner_layouts import layout_name
 from learner_ranks import launch
 from lora_layouts import LORA, exported, stir
 from safetensors.torch import load_file, save_file
-from tiny_models import make_batch, make_learner, make_model, oracle_logprobs
+from tiny_models import make_batch, make_learner, make_model, oracle_logprobs, with_experts
 from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
@@ -163,11 +165,26 @@ def test_a_checkpoint_of_another_base_or_rank_is_refused(tmp_path: Path) -> None
         learner.load(tmp_path / "save")
 
 
-def test_experts_cannot_be_adapted(tmp_path: Path) -> None:
-    make_model("qwen3_moe", tmp_path, tied=False)
-    config = PLAIN.model_copy(update={"lora": LoraConfig(rank=2, targets=("gate_proj",))})
-    with pytest.raises(LearnerError, match="experts, which cannot be adapted"):
-        make_learner(tmp_path, config)
+def test_an_experts_gradients_are_those_of_its_merged_weight(tmp_path: Path) -> None:
+    """By the chain rule: of W + s B A, dB = s dW A^T and dA = s B^T dW; dW is a learner's that trains the merged model whole."""
+    make_model("qwen3_moe", tmp_path / "model", tied=False)
+    batch = with_experts(make_batch())
+    with make_learner(tmp_path / "model", PLAIN) as learner:
+        stir(learner)
+        matrices = {name: tensor.detach().clone() for name, tensor in adapters(learner).items()}
+        scored = learner.logprobs(batch)
+        learner.save_hf(tmp_path / "merged")
+        learner.train_step(batch)
+        found: dict[str, Tensor] = {name: tensor.main_grad.clone() for name, tensor in adapters(learner).items()}  # type: ignore[attr-defined]
+    with make_learner(tmp_path / "merged", whole_config()) as learner:
+        np.testing.assert_allclose(scored, learner.logprobs(batch), rtol=1e-4, atol=1e-5)
+        whole = gradients(learner, batch)
+    assert sum(".experts." in name for name in matrices) == 2 * 2 * 4 * 3  # A and B, layers, experts, matrices of each
+    for name, gradient in found.items():
+        weight = name.replace("lora_A.weight", "weight").replace("lora_B.weight", "weight")
+        a, b = (matrices[weight.replace("weight", f"lora_{half}.weight")] for half in "AB")
+        expected = 2.0 * (b.T @ whole[weight] if "lora_A" in name else whole[weight] @ a.T)
+        assert (gradient - expected).abs().max() <= 2e-4 * expected.abs().max() + 1e-8, name
 
 
 PAIRS: list[dict[str, Any]] = [
@@ -177,17 +194,25 @@ PAIRS: list[dict[str, Any]] = [
     {"data": 2},
     {"context": 2},
     {"data": 2, "distributed_optimizer": True},
+    {"pipeline": 2, "virtual_pipeline": 2},
+]
+EXPERT_PAIRS: list[dict[str, Any]] = [
+    {"data": 2, "expert": 2},
+    {"tensor": 2, "sequence": True, "expert": 2},
+    {"tensor": 2, "sequence": True},
+    {"data": 2, "expert": 2, "distributed_optimizer": True},
 ]
 
 
 @pytest.mark.slow
-def test_every_layout_agrees_with_one_process(tmp_path: Path) -> None:
-    make_model("qwen3", tmp_path / "model")
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", PAIRS), ("qwen3_moe", EXPERT_PAIRS)])
+def test_every_layout_agrees_with_one_process(tmp_path: Path, family: str, layouts: list[dict[str, Any]]) -> None:
+    make_model(family, tmp_path / "model", layers=5 if family == "qwen3" else 3)
     launch("lora_layouts.py", 1, [{}], tmp_path / "model", tmp_path)
-    launch("lora_layouts.py", 2, PAIRS, tmp_path / "model", tmp_path)
+    launch("lora_layouts.py", 2, layouts, tmp_path / "model", tmp_path)
     wanted = torch.load(tmp_path / "one.pt", weights_only=False)
     assert wanted["metrics"][0]["policy/grad_norm"] > LORA.optimizer.clip_grad, "the gradients were clipped"
-    for layout in PAIRS:
+    for layout in layouts:
         name = layout_name(layout)
         found = torch.load(tmp_path / f"{name}.pt", weights_only=False)
         assert abs(found["logprobs"] - wanted["logprobs"]).max() < 1e-5, name

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiny_models import free_ports
 
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 def launch(script: str, world: int, layouts: list[dict[str, Any]], model_dir: Path, out: Path) -> None:

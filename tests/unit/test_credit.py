@@ -11,7 +11,7 @@ from groups import group
 from rlagent.errors import LearnerError
 from rlagent.trainer.batch import pack
 from rlagent.trainer.config import AdvantageConfig, LossConfig
-from rlagent.trainer.credit import Scores, credited
+from rlagent.trainer.credit import Scores, credited, score_metrics
 from rlagent.types import Batch, Float32Array
 
 ROWS = [[[0, 1, 0, 1]], [[0, 1, 1]]]
@@ -62,6 +62,29 @@ def test_gae_takes_the_rewards_where_they_were_earned_and_kl_off_them() -> None:
     assert returns.tolist() == pytest.approx([0, 1 + 0.05, 0, 1 + 0.1, 0, -0.05, -0.05])
 
 
+def whitened_rms(error: float, config: AdvantageConfig, reward: float = 1.0) -> float:
+    """Root mean square of the advantages of rollouts that all earn `reward`, by a critic that is off by +-`error`."""
+    given = batch("gae", [reward, reward])
+    off = np.where(np.arange(given.num_tokens) % 2, error, -error).astype(np.float32)
+    values = np.where(given.loss_mask, reward + off, 0).astype(np.float32)
+    found, _ = credited(given, Scores(values=values), config, LossConfig())
+    return float(np.sqrt(np.square(found.advantages[found.loss_mask]).mean()))
+
+
+def test_whitening_does_not_make_rewards_of_a_critics_last_errors() -> None:
+    """Where all succeed the advantages are the critic's error: divided by its own deviation, an error of a thousandth, or of rounding,
+    drives the policy as hard as winning or losing did.
+    """
+    plain = AdvantageConfig(name="gae", whiten=False, lam=0.0)
+    wild = AdvantageConfig(name="gae", lam=0.0, min_deviation=0.0)
+    mended = AdvantageConfig(name="gae", lam=0.0)
+    assert whitened_rms(1e-3, plain) < 2.1e-3
+    assert whitened_rms(1e-3, wild) > 0.9
+    assert whitened_rms(1e-3, mended) < 2.1e-2
+    assert whitened_rms(0.3, mended) == pytest.approx(whitened_rms(0.3, wild)) == pytest.approx(1, abs=1e-4)
+    assert whitened_rms(0.0, wild.model_copy(update={"epsilon": 0.0})) == 0
+
+
 def test_distillation_likes_what_the_teacher_likes() -> None:
     given = replace(batch("grpo", [1.0, 0.0]), teacher_logprobs=REFERENCE)
     found, _ = credited(given, Scores(policy=POLICY), AdvantageConfig(), LossConfig(name="opd"))
@@ -99,3 +122,18 @@ def test_half_a_pair_says_nothing() -> None:
         LossConfig(name="dpo"),
     )
     assert not found.advantages.any()
+
+
+def test_what_is_told_of_a_distillation_and_of_pairs() -> None:
+    """The reverse KL is the mean of lp - lp_teacher; a pair's margin is beta times the chosen's log ratio less the rejected's."""
+    taught = replace(batch("grpo", [1.0, 0.0]), teacher_logprobs=REFERENCE)
+    scores = Scores(policy=POLICY, reference=REFERENCE)
+    found = score_metrics(taught, scores, LossConfig(name="opd"))
+    assert found == pytest.approx({"distillation/reverse_kl": (0.5 - 1 + 0 + 0.5) / 4})
+    pair = score_metrics(batch("preference", [1.0, 0.0]), scores, LossConfig(name="dpo", beta=0.5))
+    margin = 0.5 * ((0.5 - 1) - (0 + 0.5))
+    assert pair == pytest.approx(
+        {"preference/pairs": 1, "preference/loss": np.log(1 + np.exp(-margin)), "preference/margin": margin, "preference/accuracy": 0}
+    )  # fmt: skip
+    assert score_metrics(batch("preference", [1.0, 1.0]), scores, LossConfig(name="dpo")) == {"preference/pairs": 0}
+    assert score_metrics(taught, scores, LossConfig()) == {}

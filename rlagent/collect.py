@@ -2,7 +2,7 @@
 
 In the flow: tasks -> sessions (opened at the router) -> workers -> finish. Bounded staleness comes from admission alone:
 with B groups a step and max_staleness s, at most (s + 1) * B groups exist that are running, ready or being trained on
-(AReaL, arXiv 2505.24298, eq. 3). s = 0 is the synchronous loop; nothing else changes between placements.
+(AReaL, arXiv 2505.24298). s = 0 is the synchronous loop; nothing else changes between placements.
 """
 
 import asyncio

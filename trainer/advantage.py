@@ -32,7 +32,7 @@ def grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray
 
 
 def dr_grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
-    """R - mean (Dr. GRPO, arXiv 2503.20783, eq. 3)."""
+    """R - mean (Dr. GRPO, arXiv 2503.20783, sec. 3.2)."""
     del lengths, epsilon
     if len(rewards) < 2 or (rewards == rewards[0]).all():  # exactly 0, not what rounding leaves
         return np.zeros_like(rewards)
@@ -41,13 +41,13 @@ def dr_grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatAr
 
 
 def rloo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
-    """R minus the mean of the others = n / (n - 1) (R - mean) (RLOO, arXiv 2402.14740, eq. 8)."""
+    """R minus the mean of the others = n / (n - 1) (R - mean) (RLOO, arXiv 2402.14740, sec. 2.3)."""
     n = len(rewards)
     return dr_grpo(rewards, lengths, epsilon) * (n / max(1, n - 1))
 
 
 def opo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
-    """R - sum(L R) / sum(L): the length-weighted optimal baseline (OPO, arXiv 2505.23585, eq. 8)."""
+    """R - sum(L R) / sum(L): the length-weighted optimal baseline (OPO, arXiv 2505.23585)."""
     del epsilon
     if len(rewards) < 2 or (rewards == rewards[0]).all() or not lengths.any():
         return np.zeros_like(rewards)
@@ -131,7 +131,7 @@ def _of_group(rollouts: Sequence[Rollout], lengths: FloatArray, config: Advantag
 
 
 def _greedy(rollouts: Sequence[Rollout]) -> FloatArray:
-    """R_greedy of each rollout's task, the baseline of ReMax (arXiv 2310.10505, eq. 5): R - R_greedy."""
+    """R_greedy of each rollout's task, the baseline of ReMax (arXiv 2310.10505): R - R_greedy."""
     missing = [rollout.rollout_id for rollout in rollouts if GREEDY not in rollout.reward.calls]
     if missing:
         raise LearnerError(
@@ -142,7 +142,7 @@ def _greedy(rollouts: Sequence[Rollout]) -> FloatArray:
 
 
 def _gdpo(rollouts: Sequence[Rollout], config: AdvantageConfig) -> FloatArray:
-    """Each reward component's z-score within the group, then their weighted sum (GDPO, arXiv 2601.05242, eq. 4)."""
+    """Each reward component's z-score within the group, then their weighted sum (GDPO, arXiv 2601.05242)."""
     names = sorted(config.components or {name for rollout in rollouts for name in rollout.reward.components})
     found = np.zeros(len(rollouts))
     for name in names:
@@ -152,7 +152,7 @@ def _gdpo(rollouts: Sequence[Rollout], config: AdvantageConfig) -> FloatArray:
 
 
 def _whiten(values: dict[str, float], groups: Sequence[Group], epsilon: float) -> dict[str, float]:
-    """Divide by the standard deviation over all sampled tokens of the batch (REINFORCE++, arXiv 2501.03262, eq. 10)."""
+    """Divide by the standard deviation over all sampled tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
     lengths = {rollout.rollout_id: sampled_tokens(rollout) for group in groups for rollout in group.rollouts}
     weights = np.array([lengths[rollout_id] for rollout_id in values], dtype=np.float64)
     a = np.array(list(values.values()))

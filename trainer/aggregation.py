@@ -16,7 +16,7 @@ Aggregation = Callable[[Int64Array, Int64Array, int], Float32Array]
 
 
 def token_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
-    """Every sampled token of the step counts the same (DAPO, arXiv 2503.14476, eq. 12)."""
+    """Every sampled token of the step counts the same (DAPO, arXiv 2503.14476, sec. 3.3)."""
     del rollouts, constant
     return np.full(len(lengths), 1.0 / lengths.sum(), dtype=np.float32)
 

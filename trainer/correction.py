@@ -22,7 +22,7 @@ def tis(w: PerToken, config: CorrectionConfig) -> PerToken:
 
 
 def mis(w: PerToken, config: CorrectionConfig) -> PerToken:
-    """Masked importance sampling, IcePop: w inside [low, high], 0 outside (arXiv 2510.18855, eq. 3)."""
+    """Masked importance sampling, IcePop: w inside [low, high], 0 outside (arXiv 2510.18855)."""
     return torch.where((w >= config.low) & (w <= config.high), w, torch.zeros_like(w))
 
 

@@ -114,7 +114,7 @@ def _pairs(
     sign = np.sign(batch.advantages).astype(np.float64)
     size = int(batch.group_index.max(initial=-1)) + 1
     difference = (scores.policy.astype(np.float64) - scores.reference) * batch.loss_mask
-    margin = beta * np.bincount(group, weights=sign * difference, minlength=size)
+    margin: FloatArray = np.asarray(beta * np.bincount(group, weights=sign * difference, minlength=size))
     whole = np.array([{-1.0, 1.0} <= set(sign[group == number].tolist()) for number in range(size)], dtype=bool)
     return group, sign, margin, whole
 

@@ -51,7 +51,7 @@ def _earned(row: Trajectory, calls: Mapping[str, float], total: float) -> FloatA
 
 
 def _reinforce_pp(groups: Sequence[Group], config: AdvantageConfig) -> RowCredit:
-    """Discounted return of each sampled token, whitened over those of the batch (REINFORCE++, arXiv 2501.03262, eq. 8, 10)."""
+    """Discounted return of each sampled token, whitened over those of the batch (REINFORCE++, arXiv 2501.03262)."""
     rollouts = [shaped(rollout, config.overlong) for group in groups for rollout in group.rollouts]
     found = {r.rollout_id: [_discounted(row, r.reward.total, config.gamma) for row in r.rows] for r in rollouts}
     sampled = [values[row.loss_mask] for r in rollouts for row, values in zip(r.rows, found[r.rollout_id], strict=True)]
@@ -72,7 +72,7 @@ def _discounted(row: Trajectory, reward: float, gamma: float) -> FloatArray:
 def _turn_level(groups: Sequence[Group], config: AdvantageConfig) -> RowCredit:
     """The outcome's centred reward, plus each turn's discounted return of call rewards minus the group's mean at that turn.
 
-    MT-GRPO (arXiv 2505.11821, eq. 6) with returns in place of a turn's own reward; a turn that one rollout alone reached adds 0.
+    MT-GRPO (arXiv 2505.11821) with returns in place of a turn's own reward; a turn that one rollout alone reached adds 0.
     """
     found: dict[str, list[float | FloatArray]] = {}
     for rollouts in compared(groups, config):

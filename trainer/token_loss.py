@@ -35,9 +35,9 @@ def _sequence_mean(values: PerToken, s: LossInput) -> PerToken:
 
 
 def ppo(s: LossInput, config: LossConfig) -> PerToken:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, eq. 10).
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, sec. 3.1).
 
-    Dual clip, for A < 0: at most -c A (arXiv 1912.09729, eq. 5).
+    Dual clip, for A < 0: at most -c A (arXiv 1912.09729).
     """
     ratio = bounded_exp(s.logprobs - s.old_logprobs)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -54,7 +54,7 @@ def cispo(s: LossInput, config: LossConfig) -> PerToken:
 
 
 def gspo(s: LossInput, config: LossConfig) -> PerToken:
-    """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 14)."""
+    """PPO's clip on the sequence's geometric mean ratio, in token form s exp(lp - sg lp) (GSPO, arXiv 2507.18071, eq. 7; GSPO-token)."""
     mean = _sequence_mean(s.logprobs.detach() - s.old_logprobs, s)
     ratio = bounded_exp(mean) * (s.logprobs - s.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -62,18 +62,18 @@ def gspo(s: LossInput, config: LossConfig) -> PerToken:
 
 
 def reinforce(s: LossInput, config: LossConfig) -> PerToken:
-    """-A lp (Williams 1992, eq. 11)."""
+    """-A lp (REINFORCE, Williams 1992)."""
     del config
     return -s.advantages * s.logprobs
 
 
 def decoupled_ppo(s: LossInput, config: LossConfig) -> PerToken:
-    """PPO on the ratio to the proximal policy, times exp(lp_old - lp_roll) (AReaL, arXiv 2505.24298, eq. 5)."""
+    """PPO on the ratio to the proximal policy, times exp(lp_old - lp_roll) (AReaL's decoupled objective, arXiv 2505.24298)."""
     return ppo(s, config) * bounded_exp(s.old_logprobs - s.rollout_logprobs)
 
 
 def gmpo(s: LossInput, config: LossConfig) -> PerToken:
-    """-A times the geometric mean of the row's ratios, each clipped where that is pessimistic (GMPO, arXiv 2507.20673, eq. 4)."""
+    """-A times the geometric mean of the row's ratios, each clipped where that is pessimistic (GMPO, arXiv 2507.20673)."""
     log_ratio = s.logprobs - s.old_logprobs
     low, high = torch.tensor([1 - config.clip_low, 1 + config.clip_high], dtype=torch.float64).log().tolist()
     clipped = torch.where(s.advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
@@ -81,13 +81,13 @@ def gmpo(s: LossInput, config: LossConfig) -> PerToken:
 
 
 def sapo(s: LossInput, config: LossConfig) -> PerToken:
-    """-A 4 / tau sigmoid(tau (r - 1)), a soft gate in place of the clip (SAPO, arXiv 2511.20347, eq. 6)."""
+    """-A 4 / tau sigmoid(tau (r - 1)), a soft gate in place of the clip (SAPO, arXiv 2511.20347)."""
     tau = torch.where(s.advantages > 0, config.tau_positive, config.tau_negative)
     return -s.advantages * 4 / tau * torch.sigmoid(tau * (bounded_exp(s.logprobs - s.old_logprobs) - 1))
 
 
 def topr(s: LossInput, config: LossConfig) -> PerToken:
-    """-A sg(rho) lp; rho is 1 for A > 0, else the row's ratio, at most 1 (TOPR, arXiv 2503.14286, eq. 8)."""
+    """-A sg(rho) lp; rho is 1 for A > 0, else the row's ratio, at most 1 (TOPR, arXiv 2503.14286)."""
     del config
     ratio = bounded_exp(_sequence_sum(s.logprobs.detach() - s.old_logprobs, s)).clamp(max=1)
     return -torch.where(s.advantages > 0, torch.ones_like(ratio), ratio) * s.advantages * s.logprobs

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import triton
@@ -13,60 +14,22 @@ from rlagent.kernels import policy_loss_triton
 from rlagent.trainer.loss import FUSED
 
 INTERPRETED = """
-import itertools, torch
+from policy_streams import CASES, assert_kernel_is_torch, random_streams
 from rlagent.kernels import policy_loss_triton
-from rlagent.trainer.config import CorrectionConfig, LossConfig
-from rlagent.trainer.loss import policy_loss
-from rlagent.trainer.streams import LossInput
 
 policy_loss_triton.policy_loss.__kwdefaults__["block"] = 16  # several programs
-torch.manual_seed(0)
-CORRECTIONS = (CorrectionConfig(), CorrectionConfig(name="tis", level="sequence"),
-               CorrectionConfig(name="icepop", low=0.7, high=1.5, veto=0.2))
-CASES = [
-    ("ppo", {}, 0), ("ppo", {"dual_clip": 1.5}, 1), ("ppo", {"kl_coef": 0.3, "entropy_coef": 0.1, "clip_high": 0.5}, 2),
-    ("ppo", {"kl_coef": 0.3, "kl_estimator": "k1"}, 0), ("ppo", {"kl_coef": 0.3, "kl_estimator": "k2"}, 0),
-    ("ppo", {"kl_coef": 0.3, "kl_estimator": "k3_unbiased"}, 0), ("reinforce", {"kl_coef": 0.3, "kl_in": "reward"}, 0),
-    ("cispo", {"entropy_coef": -0.1}, 1), ("reinforce", {}, 2), ("decoupled_ppo", {"dual_clip": 2.0}, 0),
-]
-for count, (name, options, which) in itertools.product((1, 50), CASES):
-    mask = torch.rand(count) < 0.7
-    mask[0] = count > 1
-
-    def stream(scale):
-        values = torch.randn(count) * scale
-        return torch.where(mask, values, torch.nan)  # what stands under the mask touches nothing
-
-    logprobs = (stream(1.0) - 2).requires_grad_()
-    old = logprobs.detach() + stream(0.4)
-    if count > 1:
-        old[0] = logprobs.detach()[0] - 20  # far beyond every clip
-    entropy = stream(1.0).requires_grad_()
-    advantages = torch.where(mask, torch.randn(count), 0)
-    s = LossInput(
-        logprobs=logprobs, old_logprobs=old, rollout_logprobs=logprobs.detach() + stream(0.3),
-        ref_logprobs=logprobs.detach() + stream(0.5), entropy=entropy if options.get("entropy_coef") else None,
-        advantages=advantages,
-        weight=torch.rand(count), loss_mask=mask, sequence_index=torch.arange(count) // 7,
-        fresh=None if name == "cispo" else torch.rand(count) < 0.5,
-    )
-    config = LossConfig(name=name, **options)
-    ours, theirs = (policy_loss(s, config, CORRECTIONS[which], backend) for backend in ("triton", "torch"))
-    assert set(ours.stats) == set(theirs.stats), set(ours.stats) ^ set(theirs.stats)
-    for key in theirs.stats:
-        pair = ours.stats[key].double(), theirs.stats[key].double()
-        torch.testing.assert_close(*pair, rtol=2e-5, atol=2e-5, msg=lambda m: f"{name} {options} {key}: {m}")
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
-    wanted = [logprobs] if s.entropy is None else [logprobs, entropy]
-    for a, b in zip(*(torch.autograd.grad(3 * x.loss, wanted) for x in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name} {options}: {m}")
+for count in (1, 50):
+    for case, (loss, correction) in enumerate(CASES):
+        streams = random_streams(count, entropy=bool(loss.entropy_coef), seed=case)
+        assert_kernel_is_torch(streams, loss, correction, 2e-5)
 print("equal")
 """
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def test_the_kernel_under_the_interpreter_agrees_with_plain_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        [sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=SUPPORT, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout.strip() == "equal", done.stderr

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.sglang
 
 PARCELS = Path(__file__).parents[2] / "examples" / "parcels" / "model"
 CONVERSATIONS = [
-    [{"role": "user", "content": f"What is the pickup code of {name}'s parcel?"}, {"role": "assistant", "content": said}]
+    [
+        {"role": "user", "content": f"What is the pickup code of {name}'s parcel?"},
+        {"role": "assistant", "content": said},
+    ]
     for name, said in (("Mia", "The code is 57."), ("Kai", "I do not know."))
 ]
 

@@ -5,7 +5,8 @@
     rlagent train --rollout-function-path rlagent.envs.bfcl:rollout --tasks tasks.jsonl ...
 
 A user asks for several things in turn; after each turn the world must be as the right calls leave it, and have shown what they show
-(bfcl-eval's own checkers). Invariant: a model's call is a method by name with JSON arguments; nothing that it writes is evaluated.
+(bfcl-eval's own checkers). In multi_turn_miss_func some tools come only with a later turn, where a new row begins.
+Invariant: a model's call is a method by name with JSON arguments; nothing that it writes is evaluated.
 """
 
 import ast
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import bfcl_eval
 from bfcl_eval.constants import executable_backend_config as backends
+from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker as checker
 
 from rlagent.envs.converse import converse
@@ -27,9 +29,10 @@ from rlagent.envs.verifiers.attempt import Endpoint
 from rlagent.errors import ConfigError
 from rlagent.types import Reward
 
-CATEGORIES: Final = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_param")
+CATEGORIES: Final = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_param", "multi_turn_miss_func")
 _DATA: Final = Path(bfcl_eval.__file__).parent / "data"
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "any": None}
+_MORE_TOOLS: Final = [{"role": "user", "content": DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC}]
 _MAX_CALLS: Final = 20  # completions a turn of the user, as bfcl-eval allows
 
 
@@ -69,9 +72,11 @@ class World:
         return self.call(found.func.id, [ast.literal_eval(one) for one in found.args], named)
 
 
-def toolbox(task: Mapping[str, Any], world: World) -> Toolbox:
-    """The tools that the task's simulators document."""
-    return Toolbox([_tool(document, world) for name in task["involved_classes"] for document in _documents(name)])
+def toolbox(task: Mapping[str, Any], world: World, turn: int) -> Toolbox:
+    """The tools that the task's simulators document, without those that come only after this turn, counted from 0."""
+    missed = {name for at, names in task.get("missed_function", {}).items() if int(at) > turn for name in names}
+    documents = [document for name in task["involved_classes"] for document in _documents(name)]
+    return Toolbox([_tool(document, world) for document in documents if document["name"] not in missed])
 
 
 def _tool(document: Mapping[str, Any], world: World) -> Tool:
@@ -86,11 +91,11 @@ def _tool(document: Mapping[str, Any], world: World) -> Tool:
 async def rollout(task: Mapping[str, Any], session: Endpoint) -> Reward:
     """Play all turns. {"success": 1.0 if the world was right after each, "turns": 0.1 of the share that was}."""
     world, right = World(task), World(task)
-    tools = toolbox(task, world)
     history: Sequence[Mapping[str, Any]] = ()
     num_right = 0
-    for asked, wanted in zip(task["question"], task["ground_truth"], strict=True):
-        attempt = await converse(session, task, [*history, *asked], tools=tools, max_turns=_MAX_CALLS)
+    for turn, (asked, wanted) in enumerate(zip(task["question"], task["ground_truth"], strict=True)):
+        tools = toolbox(task, world, turn)
+        attempt = await converse(session, task, [*history, *(asked or _MORE_TOOLS)], tools=tools, max_turns=_MAX_CALLS)
         history = attempt.messages
         num_right += as_wanted(world, right, wanted)
         if history[-1]["role"] == "tool":

@@ -144,6 +144,26 @@ async def test_a_simulated_task_is_played_over_several_turns(tmp_path: Path) -> 
     assert "there is no tool '_load_scenario'" in idle.prompts[1]
 
 
+async def test_a_tool_that_comes_later_is_no_tool_before(tmp_path: Path) -> None:
+    task = next(task for task in bfcl.tasks("multi_turn_miss_func") if task["id"] == "multi_turn_miss_func_0")
+    assert task["missed_function"] == {"3": ["sort"]}
+    said = [
+        calling("cd", folder="document"), calling("mkdir", dir_name="temp"),
+        calling("mv", source="final_report.pdf", destination="temp"), "Moved.",
+        calling("cd", folder="temp"), calling("grep", file_name="final_report.pdf", pattern="budget analysis"), "Found.",
+        calling("sort", file_name="final_report.pdf"), "I cannot sort.",
+        calling("sort", file_name="final_report.pdf"), "Sorted.",
+        calling("cd", folder=".."), calling("mv", source="previous_report.pdf", destination="temp"),
+        calling("cd", folder="temp"), calling("diff", file_name1="final_report.pdf", file_name2="previous_report.pdf"), "Differs.",
+    ]  # fmt: skip
+    async with stage(tmp_path, "rlagent.envs.bfcl:rollout") as played:
+        good = await played.play(task, said, begins=(0, 9))  # other tools are another prompt
+    assert good.reward.components == {"success": 1.0, "turns": 0.1}
+    assert ["there is no tool 'sort'" in prompt for prompt in good.prompts] == [False] * 8 + [True] * 8
+    assert ["I have updated some more functions" in prompt for prompt in good.prompts] == [False] * 9 + [True] * 7
+    assert ['"name": "sort", "description"' in prompt for prompt in good.prompts] == [False] * 9 + [True] * 7
+
+
 class Count:
     """Says a number up to 2; the last right answer ends it."""
 

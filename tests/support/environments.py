@@ -41,8 +41,8 @@ class Stage:
     harness: Harness
     pool: RolloutPool
 
-    async def play(self, task: Mapping[str, Any], says: Sequence[str]) -> Played:
-        """One rollout; fails when it failed, when the model was asked more often, or when its calls are not one chain."""
+    async def play(self, task: Mapping[str, Any], says: Sequence[str], *, begins: Sequence[int] = (0,)) -> Played:
+        """One rollout; fails when it failed, when the model was asked more often, or when not just these calls begin a chain."""
         session = await self.harness.admin.new_session()
         left = [said(text) for text in says]
 
@@ -57,12 +57,14 @@ class Stage:
         assert not left
         await self.harness.admin.finish(session.session_id, reward=outcome.reward)
         calls = await self.harness.admin.calls(session.session_id)
-        (row,) = await self.harness.admin.trajectories(session.session_id)
-        assert [call["origin"] for call in calls] == ["fresh"] + ["extended"] * (len(calls) - 1)
+        rows = await self.harness.admin.trajectories(session.session_id)
+        assert len(rows) == len(begins)
+        assert [number for number, call in enumerate(calls) if call["origin"] == "fresh"] == list(begins)
         sampled = [token for call in calls for token in call["choices"][0]["output_ids"]]
-        assert [token for token, mask in zip(row["token_ids"], row["loss_mask"], strict=True) if mask] == sampled
-        assert row["reward"] == outcome.reward.total
-        return Played(reward=outcome.reward, calls=calls, row=row)
+        tokens = [pair for row in rows for pair in zip(row["token_ids"], row["loss_mask"], strict=True)]
+        assert [token for token, mask in tokens if mask] == sampled
+        assert {row["reward"] for row in rows} == {outcome.reward.total}
+        return Played(reward=outcome.reward, calls=calls, row=rows[0])
 
 
 @asynccontextmanager

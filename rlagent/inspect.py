@@ -5,7 +5,7 @@ running router. Invariant: what is shown are the recorded ids, one piece of text
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -32,6 +32,7 @@ TRAINED: Final = (
     (0.1, "black on #fdae61"),
     (0.0, "white on #d7191c"),
 )
+IMAGE: Final = "black on #80b1d3"
 _VISIBLE: Final = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", "\r": "␍"})
 _UNFINISHED: Final = "·"  # a token that ends within a character
 
@@ -153,13 +154,24 @@ def _row_head(number: int, row: Json, recorded: Recorded) -> Text:
     )
 
 
-def _pieces(row: Json, tokenizer: Tokenizer) -> list[str]:
-    """Each token's own text; a character of several tokens stands at its last one."""
-    detokenizer = Detokenizer(tokenizer)
-    return [detokenizer.feed([token]) or _UNFINISHED for token in row["token_ids"]]
+def _pieces(row: Json, recorded: Recorded) -> list[str]:
+    """Each token's own text; a character of several tokens stands at its last one, an image at its placeholder."""
+    detokenizer = Detokenizer(recorded.tokenizer)
+    pieces = [detokenizer.feed([token]) or _UNFINISHED for token in row["token_ids"]]
+    for at, image in _images(row, recorded).items():
+        pieces[at] = f"[image {image['digest'][:8]}, {image['num_tokens']} tokens]"
+    return pieces
 
 
-def _style(row: Json, at: int) -> str:
+def _images(row: Json, recorded: Recorded) -> dict[int, Json]:
+    """The images of a row, by where they stand."""
+    calls = (call for call in recorded.calls if call["call_id"] in row["call_ids"])
+    return {image["position"]: image for call in calls for image in call["images"]}
+
+
+def _style(row: Json, at: int, images: Collection[int]) -> str:
+    if at in images:
+        return IMAGE
     if row["loss_mask"][at]:
         probability = math.exp(row["logprobs"][at])
         return next(style for least, style in TRAINED if probability >= least)
@@ -179,11 +191,11 @@ def _shared(row: Json, recorded: Recorded, number: int) -> tuple[int, int]:
 
 def _text(row: Json, recorded: Recorded, number: int) -> RenderableType:
     shared, with_row = _shared(row, recorded, number)
-    pieces = _pieces(row, recorded.tokenizer)
+    pieces, images = _pieces(row, recorded), _images(row, recorded)
     parts: list[Text] = [Text(f"... {shared} tokens as in row {with_row}", style="italic")] if shared else []
     text = Text()
     for at in range(shared, len(pieces)):
-        text.append(pieces[at].translate(_VISIBLE), style=_style(row, at))
+        text.append(pieces[at].translate(_VISIBLE), style=_style(row, at, images))
     return Group(*parts, text)
 
 
@@ -191,14 +203,14 @@ def _table(row: Json, recorded: Recorded) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("at", "turn", "id", "token", "mask", "logprob", "p", "version", "temperature"):
         table.add_column(name, justify="left" if name == "token" else "right")
-    pieces = _pieces(row, recorded.tokenizer)
+    pieces, images = _pieces(row, recorded), _images(row, recorded)
     for turn, members in groupby(range(len(pieces)), key=lambda at: row["turn"][at]):
         for at in members:
             sampled = row["versions"][at] >= 0
             logprob = row["logprobs"][at]
             table.add_row(
                 str(at), str(turn), str(row["token_ids"][at]),
-                Text(pieces[at].replace("\n", "⏎").replace("\t", "⇥"), style=_style(row, at)), str(row["loss_mask"][at]),
+                Text(pieces[at].replace("\n", "⏎").replace("\t", "⇥"), style=_style(row, at, images)), str(row["loss_mask"][at]),
                 f"{logprob:.4f}" if sampled else "", f"{math.exp(logprob):.3f}" if sampled else "",
                 str(row["versions"][at]) if sampled else "", f"{row['temperature'][at]:g}" if sampled else "",
             )  # fmt: skip

@@ -93,8 +93,15 @@ def head_of(call: Call) -> CallHead:
         index=call.index,
         parent=call.parent,
         delivery=call.delivery,
-        prompt=call.prompt_suffix.tobytes(),
+        prompt=prompt_key(call),
     )
+
+
+def prompt_key(call: Call) -> bytes:
+    """Equal for calls that ask the same behind one parent: the ids of the suffix, and which images stand in it."""
+    return call.prompt_suffix.astype(np.int32, copy=False).tobytes() + "".join(
+        image.digest for image in call.images
+    ).encode()  # fmt: skip
 
 
 def full_prompt_ids(call_id: str, calls: Mapping[str, Call]) -> Int32Array:

@@ -86,7 +86,7 @@ class CompletionsApi:
             return await self._deliver(request, live, call, response)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """POST /v1/messages/count_tokens: of the prompt that the same request would have now. Nothing is sampled."""
+        """POST /v1/messages/count_tokens: of the prompt that the same request would have now. Nothing is recorded."""
         request[DIALECT_KEY] = MESSAGES
         live = await self._session(request)
         with live.answering():

@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from rlagent.errors import EngineError, RecordingError
+from rlagent.errors import EngineError
 from rlagent.router.balance import NoEngine, Pool
 from rlagent.router.engine_client import Engine, EngineDown, Part, StalePrefix
 from rlagent.router.tokenizer import Tokenizer
 from rlagent.types import Choice, FinishReason, Int16Array, Int32Array, Sampling, VersionSpan
 
 OnIds = Callable[[Sequence[int]], None]
-OnPrompt = Callable[[Sequence[int]], None]
 
 # Weight updates within one call: each resumes it. More than this is an engine that refuses to run it.
 MAX_RESUMES: Final = 1000
@@ -36,20 +35,19 @@ _TOLD_EVERY: Final = 64
 _MAX_TOLD: Final = 16
 
 
-@dataclass(slots=True)
-class _Shown:
-    """The images of a prompt, and who is told once how the model saw them."""
+class Shown(Protocol):
+    """The images of a prompt, which engines are given beside its ids."""
 
-    images: Sequence[str]
-    _on_prompt: OnPrompt | None
+    @property
+    def uris(self) -> Sequence[str]:
+        """As data: URIs, one for each placeholder of the prompt."""
 
-    def tell(self, part: Part) -> None:
-        if not self.images or self._on_prompt is None:
-            return
-        if part.prompt is None:
-            raise RecordingError("the engine does not tell how its model saw a prompt with images (prompt_token_ids)")
-        self._on_prompt(part.prompt)
-        self._on_prompt = None
+    @property
+    def placeholder(self) -> int:
+        """The id that stands for an image."""
+
+    def told(self, ids: Int32Array, seen: Sequence[int] | None) -> None:
+        """What an engine says that its model saw of these ids. RecordingError where it is anything else."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,19 +138,17 @@ class Generator:
         trainable: bool,
         schema: str | None = None,
         on_ids: OnIds | None = None,
-        images: Sequence[str] = (),
-        on_prompt: OnPrompt | None = None,
+        shown: Shown | None = None,
     ) -> Choice:
         """Sample one choice. `on_ids` gets new ids as they arrive. NoEngine when no engine can.
 
-        images: data: URIs, one for each placeholder of the prompt; `on_prompt` then gets the prompt as the model saw it, first.
+        shown: its images; it is told how the model saw the prompt, before anything is sampled.
 
         num_new: ids at the end of the prompt that no recorded call holds; experts are recorded from the token before them on.
         schema: a JSON schema for the engine's grammar, which begins with the output: an aborted output is then sampled
         anew, and told at its end.
         """
         on_ids = on_ids if schema is None else None
-        shown = _Shown(images, on_prompt)
         experts_from = len(prompt) - num_new - 1 if self._record_experts else None
 
         def made(reason: FinishReason, matched: int | str | None) -> Choice:
@@ -168,6 +164,11 @@ class Generator:
                 return made("length", None)
             engine = await self._pick(session_id, group_id, avoid)
             ids = np.concatenate([prompt, np.array(output.ids, np.int32)]) if output.ids else prompt
+            if shown is not None and shown.placeholder in output.ids:
+                raise EngineError(
+                    "the policy sampled an image's placeholder and was then interrupted: engines cannot go on behind it; send the "
+                    "request again"
+                )
             params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
             if on_ids is None:
                 params["stream_interval"] = max(_TOLD_EVERY, params["max_new_tokens"] // _MAX_TOLD)
@@ -222,17 +223,19 @@ class Generator:
 
     async def _request(
         self, engine: Engine, rid: str, ids: Int32Array, params: dict[str, Any], output: _Output, on_ids: OnIds | None,
-        experts_from: int | None, shown: _Shown,
+        experts_from: int | None, shown: Shown | None,
     ) -> Part | None:  # fmt: skip
         """One request to its end; None when the engine broke off (what it had told is kept in `output`)."""
         part: Part | None = None
         whole: Part | None = None  # the last one of which it is known which version sampled which token
         versions: set[int] = set()
-        seen = 0
+        seen, told = 0, False
         try:
-            async for part in engine.stream(rid, ids, params, experts_from=experts_from, images=shown.images):
-                if not output.ids:
-                    shown.tell(part)
+            images = () if shown is None else shown.uris
+            async for part in engine.stream(rid, ids, params, experts_from=experts_from, images=images):
+                if shown is not None and not told:
+                    shown.told(ids, part.prompt)
+                    told = True
                 if on_ids is not None:
                     on_ids(_without_stop(part)[seen:])
                     seen = len(part.ids)

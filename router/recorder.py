@@ -344,7 +344,6 @@ class Recorder:
             sampling = replace(sampling, seed=sampling.seed + number)
         ask = prepared.ask
         trainable = prepared.decision.exact and ask.grammar is None and ask.model not in self._router.untrained_models
-        sight = prepared.sight
         choice = await self._generator.choice(
             f"{prepared.call_id}.{number}",
             live.session.session_id,
@@ -355,8 +354,7 @@ class Recorder:
             trainable=trainable,
             schema=None if ask.grammar is None else ask.grammar.schema,
             on_ids=None if on_events is None else on_ids,
-            images=() if sight is None else sight.uris,
-            on_prompt=None if sight is None else sight.told,
+            shown=prepared.sight,
         )
         events = reader.finish(choice)
         if on_events is not None and events:

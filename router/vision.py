@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlagent.buffer import Buffer
-from rlagent.errors import StoreError
+from rlagent.errors import RecordingError, StoreError
 from rlagent.router.config import RouterConfig
 from rlagent.router.conversation import Conversation
 from rlagent.router.errors import invalid
@@ -34,9 +34,17 @@ class Sight:
     heard: Callable[[int], None]  # gets the prompt's length as the model saw it
     counts: list[int] = field(default_factory=list)
 
-    def told(self, prompt: Sequence[int]) -> None:
-        """The prompt as the engine's model saw it. RecordingError where it is another."""
-        self.counts = expanded(self.ids, prompt, self.placeholder)
+    def told(self, ids: Int32Array, seen: Sequence[int] | None) -> None:
+        """What an engine says that its model saw of the prompt, or of the prompt and a part of the output (`ids`).
+
+        RecordingError where that is not the ids with their placeholders repeated, each time alike.
+        """
+        if seen is None:
+            raise RecordingError("the engine does not tell how its model saw a prompt with images (prompt_token_ids)")
+        counts = expanded(ids, seen, self.placeholder)
+        if self.counts and counts != self.counts:
+            raise RecordingError(f"one image was {self.counts} tokens to an engine, and {counts} to another")
+        self.counts = counts
         self.heard(self.num_fed)
 
     @property
@@ -109,7 +117,6 @@ class Vision:
             Sampling(max_tokens=1),
             num_new=len(plan.suffix),
             trainable=False,
-            images=sight.uris,
-            on_prompt=sight.told,
+            shown=sight,
         )
         return sight.num_fed

@@ -16,6 +16,7 @@ import orjson
 from rlagent.buffer.blobs import pack, pack_arrays, pack_small, unpack, unpack_arrays, unpack_small
 from rlagent.buffer.database import Row, Value
 from rlagent.errors import RequestError, StoreError
+from rlagent.trajectory import prompt_key
 from rlagent.types import Call, Choice, ParentRef, PromptImage, Reward, Sampling, Session, VersionSpan
 
 SESSION_COLUMNS: Final = (
@@ -132,7 +133,7 @@ def encode_call(call: Call) -> tuple[Value, ...]:
         call.index,
         call.parent.call_id if call.parent else None,
         call.parent.choice if call.parent else None,
-        hashlib.blake2b(suffix.tobytes(), digest_size=16).hexdigest(),
+        hashlib.blake2b(prompt_key(call), digest_size=16).hexdigest(),
         call.delivery,
         _dumps(head, "call"),
         pack_arrays(arrays),

@@ -2,9 +2,10 @@
 
 In the flow: `rlagent.launch.engines` starts it as `PYTHON sglang_server.py PARENT_PID [flags of sglang.launch_server]`.
 On a machine without a GPU SGLang still imports three packages that are CUDA-only or absent there; with SGLANG_USE_CPU_ENGINE=1
-they get stand-ins: `sgl_kernel` and `triton` (SGLang's own mock modules, which it uses on macOS) and `torchvision` (nothing of it is
-called for text models). The stand-ins are at module level, so that the children SGLang spawns make them again.
-Invariant: only these three roots are stood in for; any other missing package is an ImportError.
+they get stand-ins: `sgl_kernel` and `triton` (SGLang's own mock modules, which it uses on macOS) and, where it is not installed,
+`torchvision` (nothing of it is called for text models; models that see need it, and operators that their files name are declared). The
+stand-ins are at module level, so that the children SGLang spawns make them again.
+Invariant: only these three roots are stood in for; any other missing package is an ImportError. What is declared raises when called.
 """
 
 import ctypes
@@ -20,6 +21,12 @@ from typing import Any, Final
 
 STAND_INS: Final = ("triton", "torchvision", "sgl_kernel")
 _PR_SET_PDEATHSIG: Final = 1
+# Operators that are named while modules are imported: of torchvision's own library, which the index has for CUDA only, and of
+# sgl_kernel, in files that Qwen's image processor imports. No model of these tests calls them.
+_DECLARED: Final = (
+    "torchvision::nms", "torchvision::qnms", "sgl_kernel::fused_sigmoid_mul_cpu", "sgl_kernel::fused_qk_gemma_rmsnorm_cpu",
+    "sgl_kernel::fused_qk_gemma_rmsnorm_with_gate_cpu", "sgl_kernel::fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
 
 
 class _StandIns:
@@ -42,12 +49,14 @@ class _StandIns:
 
 
 def stand_in() -> None:
-    """Install the stand-ins. torch and transformers must have seen before that triton and torchvision are absent."""
+    """Install the stand-ins. torch and transformers must have seen before that triton, and maybe torchvision, are absent."""
     import torch
     from transformers.utils import import_utils
 
-    if import_utils.is_torchvision_available():
-        raise ImportError("torchvision is installed beside sglang; the stand-in for it would hide it: uninstall it")
+    has_torchvision = import_utils.is_torchvision_available()
+    if has_torchvision:
+        for name in _DECLARED:
+            torch.library.define(name, "() -> ()")
     root = importlib.util.find_spec("sglang")
     if root is None or root.submodule_search_locations is None:
         raise ImportError(f"{sys.executable} has no sglang; name another engine.sglang.python")
@@ -63,7 +72,8 @@ def stand_in() -> None:
     triton.__version__, triton.language = "3.0.0", language
     triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
     language.constexpr = _Constexpr
-    stubs._make_mock("torchvision").__version__ = "0.0.0"
+    if not has_torchvision:
+        stubs._make_mock("torchvision").__version__ = "0.0.0"
     if not torch.cuda.is_available():
         torch.cuda.synchronize = _synchronize  # /weights_checker calls it on every device
 

@@ -6,20 +6,25 @@ The engine is scripted and repeats placeholders as SGLang does; tests/sglang/tes
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from fake_engine import Script
-from router_harness import Harness, always, error_of, in_turn, router, said
+from fake_engine import Reply, Script
+from rich.console import Console
+from router_harness import MODEL, Harness, always, error_of, in_turn, router, said
 from vision_model import png, uri, vision_directory
 
-from rlagent.router.config import RouterConfig
+from rlagent.inspect import read, show
+from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.router.tokenizer import Tokenizer
 
 RED, BLUE = png(255), png(0, 0, 255)
@@ -33,9 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def seeing(
-    directory: Path, model: Path, script: Script, config: RouterConfig | None = None
+    directory: Path, model: Path, script: Script, config: RouterConfig | None = None, *, max_tokens: int = 32
 ) -> AsyncIterator[Harness]:
-    async with router(directory, script, model=model, config=config) as r:
+    async with router(
+        directory, script, model=model, config=config, sampling=SamplingConfig(max_tokens=max_tokens)
+    ) as r:
         r.engine.image_tokens = (placeholder(model), NUM_TOKENS)
         yield r
 
@@ -221,6 +228,51 @@ async def test_a_text_model_and_an_engine_that_cannot_see_say_so(tmp_path: Path,
         assert "an engine that runs it does not" in error_of(refused)["message"]
 
 
+async def test_a_template_that_leaves_an_image_out_is_refused(tmp_path: Path, model: Path) -> None:
+    blind = tmp_path / "blind"
+    shutil.copytree(model, blind)
+    shutil.copy(MODEL / "chat_template.jinja", blind)  # it knows text only
+    async with seeing(tmp_path, blind, always(said("x"))) as r:
+        refused = await r.chat([shown(RED, "what?")])
+        assert refused.status_code == 400
+        assert "does not show all of 1 images" in error_of(refused)["message"]
+
+
+async def test_an_interrupted_call_goes_on_with_its_images(tmp_path: Path, model: Path) -> None:
+    whole = said("one two three")
+    cut = replace(whole, ids=whole.ids[:3], finish={"type": "abort"})
+    odd = replace(cut, ids=[placeholder(model)])
+    rest = replace(whole, ids=whole.ids[3:])
+    async with seeing(tmp_path, model, in_turn(cut, rest, odd)) as r:
+        answer = await r.chat([shown(RED)])
+        assert answer.json()["choices"][0]["message"]["content"] == "one two three"
+        first, second = r.engine.requests
+        assert second["image_data"] == first["image_data"]
+        assert second["input_ids"] == [*first["input_ids"], *cut.ids]
+        (call,) = await r.only_calls()
+        assert [image["num_tokens"] for image in call["images"]] == [NUM_TOKENS]
+        refused = await r.chat([shown(BLUE)])
+        assert (refused.status_code, error_of(refused)["code"]) == (500, "engine_failed")
+        assert "sampled an image's placeholder" in error_of(refused)["message"]
+
+
+async def test_what_a_large_image_leaves_no_room_for_is_cut(tmp_path: Path, model: Path) -> None:
+    refusal = replace(
+        said("x"), refusal="Requested token count exceeds the model's maximum context length of 4096 tokens."
+    )
+
+    def script(body: dict[str, Any]) -> Reply:
+        return refusal if body["sampling_params"]["max_new_tokens"] > 100 else said("x")
+
+    async with seeing(tmp_path, model, script, max_tokens=999) as r:
+        r.engine.image_tokens = (placeholder(model), 4000)
+        answer = await r.chat([shown(RED)])
+        (call,) = await r.only_calls()
+        assert answer.json()["usage"]["prompt_tokens"] == call["num_prompt_tokens"] == len(call["prompt_ids"]) + 3999
+        asked = [request["sampling_params"]["max_new_tokens"] for request in r.engine.requests]
+        assert asked == [999, 1, 4096 - call["num_prompt_tokens"]]
+
+
 async def test_a_prompt_that_the_engine_changed_is_not_recorded(tmp_path: Path, model: Path) -> None:
     async with seeing(tmp_path, model, always(said("x"))) as r:
         r.engine.retokenizes = True
@@ -252,6 +304,20 @@ async def test_a_rollout_with_images_is_left_out_of_training_and_counted(tmp_pat
             assert any(row["loss_mask"]) is (key == "two")
         ledger = {(entry.event, entry.reason): entry.count for entry in (await r.admin.status()).ledger}
         assert ledger["rollout_dropped", "images"] == 1
+
+
+async def test_inspect_shows_an_image_as_one_marked_place(tmp_path: Path, model: Path) -> None:
+    async with seeing(tmp_path, model, in_turn(said("Red."), said("Blue."))) as r:
+        first = await r.chat([shown("Look ", RED)])
+        answer = first.json()["choices"][0]["message"]
+        session = await r.session_of(await r.chat([shown("Look ", RED), answer, shown(BLUE)]))
+        recorded = await read(r.url, session, admin_key=None, model=None)
+    console = Console(record=True, width=160, file=StringIO(), force_terminal=True, color_system="truecolor")
+    show(recorded, console)
+    text = console.export_text()
+    for image in (RED, BLUE):
+        assert text.count(f"[image {sha256(image).hexdigest()[:8]}, {NUM_TOKENS} tokens]") == 1
+    assert "image_pad" not in text
 
 
 async def test_the_bytes_of_an_image_are_kept_once_and_shown_to_who_may_read_the_session(

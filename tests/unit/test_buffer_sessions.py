@@ -10,7 +10,7 @@ from stores import Place, make_call
 
 from rlagent.buffer import Buffer
 from rlagent.errors import ConflictError, NotFoundError, StoreError
-from rlagent.types import Reward, Session
+from rlagent.types import PromptImage, Reward, Session
 
 SESSION = Session(session_id="s", key_hash="k", created_at=1.0, expires_at=50.0, metadata={"a": [1]})
 ONE = Reward(components={"correct": 1.0})
@@ -40,6 +40,35 @@ async def test_a_session_and_its_calls_survive_a_reopen(place: Place) -> None:
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
     assert await buffer.trajectories("t") == []
     await buffer.close()
+
+
+async def test_an_image_is_kept_once_and_its_call_needs_its_bytes(place: Place) -> None:
+    image = PromptImage(digest="d1", position=1, num_tokens=7)
+    seeing = replace(make_call(0), images=(image, replace(image, position=0)), num_fed=14)
+    buffer = await place.open()
+    await buffer.open_session(SESSION)
+    with pytest.raises(StoreError, match="its image d1 is not given"):
+        await buffer.record_call(seeing)
+    await buffer.record_call(seeing, images={"d1": b"\0bytes\xff"})
+    await buffer.record_call(replace(make_call(1), images=(image,), num_fed=8))  # known by now
+    await buffer.close()
+    buffer = await place.open()
+    assert await buffer.image("d1") == b"\0bytes\xff"
+    assert await buffer.image("d2") is None
+    first, second = await buffer.calls("s")
+    assert (first.images, first.num_fed, first.num_prompt_tokens) == (seeing.images, 14, 14)
+    assert (second.images, second.num_prompt_tokens) == ((image,), 8)
+    assert not any(row.loss_mask.any() for row in await buffer.trajectories("s"))
+    await buffer.close()
+
+
+async def test_calls_that_differ_in_an_image_alone_are_no_retries_of_one_another(buffer: Buffer) -> None:
+    await buffer.open_session(SESSION)
+    for index, digest in enumerate(("d1", "d2", "d2")):
+        image = PromptImage(digest=digest, position=1, num_tokens=7)
+        await buffer.record_call(replace(make_call(index), images=(image,), num_fed=8), images={digest: b"x"})
+    buffer.mark_delivered("s.0")
+    assert [row.call_ids for row in await buffer.trajectories("s")] == [("s.0",), ("s.2",)]
 
 
 async def test_a_chain_is_a_call_and_what_it_goes_on_from(buffer: Buffer) -> None:

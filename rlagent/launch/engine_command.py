@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rlagent.engine.config import EngineConfig
+from rlagent.engine.config import EngineConfig, SglangConfig
 from rlagent.errors import ConfigError
 from rlagent.types import PolicyVersion
 
 _SGLANG_SERVER: Final = Path(__file__).with_name("sglang_server.py")
 _CUDA_DEVICES: Final = Path("/dev/nvidiactl")
+_TENSOR_FLAGS: Final = ("--tp-size", "--tensor-parallel-size", "--tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +64,22 @@ def _sglang(
         )
     if not sglang.python.is_file():
         raise ConfigError(f"engine.sglang.python = {str(sglang.python)!r} is not a file; name a Python that has sglang")
+    tensor = _tensor_ranks(sglang)
     flags: dict[str, object] = {
         "--model-path": model,
         "--host": "127.0.0.1",
         "--port": port,
         "--weight-version": version,
         "--dtype": config.dtype,
-        "--tp-size": sglang.tensor,
+        "--tp-size": tensor,
         "--random-seed": config.seed + number,
     }
     bare: tuple[str, ...] = ()
     if on_cpu(config):
         environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        if sglang.tensor > 1:  # SGLang binds each rank to cores of its own
+        if tensor > 1:  # SGLang binds each rank to cores of its own
             environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(rank % (os.cpu_count() or 1)) for rank in range(sglang.tensor)
+                str(rank % (os.cpu_count() or 1)) for rank in range(tensor)
             )
         flags |= {
             "--device": "cpu",
@@ -87,10 +89,21 @@ def _sglang(
         }
         bare = ("--sleep-on-idle",)  # it spins on a core otherwise
     elif config.count > 1:
-        flags["--base-gpu-id"] = number * sglang.tensor
+        flags["--base-gpu-id"] = number * tensor
     # Isolated: neither our PYTHONPATH nor this folder may shadow what sglang imports.
     argv = (str(sglang.python), "-I", str(_SGLANG_SERVER), str(os.getpid()), *_words(flags), *bare, *sglang.args)
     return EngineCommand(argv=argv, environ=environ)
+
+
+def _tensor_ranks(sglang: SglangConfig) -> int:
+    """Tensor-parallel ranks of each server: the last flag that names them, else engine.sglang.tensor."""
+    words = [word for argument in sglang.args for word in argument.split("=", 1)]
+    given = [value for flag, value in zip(words, words[1:], strict=False) if flag in _TENSOR_FLAGS]
+    if not given:
+        return sglang.tensor
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        raise ConfigError(f"engine.sglang.args names {given[-1]!r} tensor-parallel ranks; give a number of at least 1")
+    return int(given[-1])
 
 
 def on_cpu(config: EngineConfig) -> bool:

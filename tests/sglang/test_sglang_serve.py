@@ -9,12 +9,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +19,16 @@ import httpx
 import pytest
 import torch
 from policies import Policies, continued
-from sglang_process import START_S, sglang_python
+from sglang_process import START_S
+from sglang_serve import Serve, checksums, publish, ready, running_serve
 
 from rlagent.client import RouterClient
 from rlagent.errors import RouterError, WeightSyncError
-from rlagent.trainer.config import SyncConfig
-from rlagent.trainer.weight_sync import WeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 MAX_TOKENS = 1500
 END = 695  # a token that the old policy does not say
 LEARNER = Path(__file__).parents[1] / "support" / "dying_learner.py"
-
-
-@dataclass(frozen=True)
-class Serve:
-    """The router's base URL, its process, and the model that it serves."""
-
-    url: str
-    process: subprocess.Popen[str]
-    model: Path
-    engine_log: Path
-
-    def engine_pid(self) -> int:
-        """The SGLang server, the child of serve."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [int(pid) for pid in children if b"sglang_server.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return pid
 
 
 @pytest.fixture(scope="module")
@@ -63,61 +43,9 @@ def served(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
     ):
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
-    command = [sys.executable, "-m", "rlagent.cli", "serve", "--model", str(model), "--engine", "sglang", "--port", "0"]
-    command += ["--buffer", str(root / "buffer.db"), "--engine-arg=--disable-overlap-schedule"]
-    settings = (
-        f"engine.sglang.python={sglang_python()}", "engine.device=cpu", "engine.max_running=8", "engine.max_total_tokens=16384",
-        f"engine.start_timeout_s={START_S}", f"sampling.max_tokens={MAX_TOKENS}",
-    )  # fmt: skip
-    command += [part for setting in settings for part in ("--set", setting)]
-    with (
-        (root / "serve.log").open("w") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, f"serve ended: {(root / 'serve.log').read_text()[-3000:]}"
-        yield Serve(line.split()[-1], process, model, root / "logs" / "engine-0.log")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-
-
-async def ready(admin: RouterClient) -> dict[str, Any]:
-    """The engine, once it takes calls."""
-    deadline = time.monotonic() + START_S
-    while True:
-        (engine,) = (await admin.policy())["engines"]
-        if engine["state"] == "ready":
-            return dict(engine)
-        assert time.monotonic() < deadline, engine
-        await asyncio.sleep(0.2)  # the state is asked for; there is no event to wait for
-
-
-async def checksums(url: str) -> Any:
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
-        return (await http.post("/weights_checker", json={"action": "checksum"})).json()["ranks"][0]["checksums"]
-
-
-def pusher(transport: str, model: Path) -> WeightSync:
-    config = SyncConfig(transport=transport, bucket_bytes=300_000)  # type: ignore[arg-type]
-    return WeightSync(config, engine_dtype=torch.float32, model_dir=model)
-
-
-async def publish(admin: RouterClient, weights: Any, serve: Serve, transport: str = "tensor") -> int:
-    """A whole publish as the driver makes it; a failed push gives it up and raises."""
-    current = (await admin.policy())["version"]
-    ticket = await admin.begin_publish(step=current + 1, parent=current)
-    sync = pusher(transport, serve.model)
-    try:
-        report = await asyncio.to_thread(sync.push, ticket.engines, weights, version=ticket.version)
-    except WeightSyncError as error:
-        await admin.fail_publish(ticket.publish_id, str(error))
-        raise
-    finally:
-        sync.close()
-    assert report.verified == "yes"
-    await admin.commit_publish(ticket.publish_id, checksum=report.checksum, snapshot=None)
-    return ticket.version
+    settings = (f"sampling.max_tokens={MAX_TOKENS}",)
+    with running_serve(model, root, "--disable-overlap-schedule", settings=settings) as found:
+        yield found
 
 
 async def long_call(serve: Serve, key: str, begun: asyncio.Event, chunks: int = 2) -> httpx.Response:

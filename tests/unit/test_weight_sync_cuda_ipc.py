@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rlagent.engine.config import EngineConfig, SglangConfig
 from rlagent.engine.unpickle import own_device
-from rlagent.errors import WeightSyncError
+from rlagent.errors import ConfigError, WeightSyncError
 from rlagent.launch.engine_command import engine_command
 from rlagent.trainer.weight_sync.cuda_ipc import DEVICE_ARGUMENT, explain, name_device, refuse_expandable_segments
 from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineFacts, refuse_replicas
@@ -72,3 +72,15 @@ def test_flags_of_sglang_pass_through_behind_ours(tmp_path: Path) -> None:
     assert command.argv.index("--dtype") < len(command.argv) - 3
     assert ("--tp-size", "2") in zip(command.argv, command.argv[1:], strict=False)
     assert command.environ["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+@pytest.mark.parametrize("args", [("--tp-size", "2"), ("--tp=2",), ("--tensor-parallel-size=4", "--tp-size=2")])
+def test_tensor_ranks_given_as_a_flag_are_bound_too(tmp_path: Path, args: tuple[str, ...]) -> None:
+    (tmp_path / "python").touch()
+    sglang = SglangConfig(python=tmp_path / "python", args=args)
+    weights = PolicyVersion(version=3, parent=None, depth=0, step=0, published_at=0.0, snapshot="/model")
+    command = engine_command(EngineConfig(kind="sglang", device="cpu", sglang=sglang), weights, number=0, port=7)
+    assert command.environ["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    wrong = sglang.model_copy(update={"args": ("--tp-size", "two")})
+    with pytest.raises(ConfigError, match="'two' tensor-parallel ranks"):
+        engine_command(EngineConfig(kind="sglang", device="cpu", sglang=wrong), weights, number=0, port=7)

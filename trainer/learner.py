@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlagent.errors import LearnerError
+from rlagent.fp8 import Fp8Blocks
 from rlagent.trainer import checkpoint, parallel, weights
 from rlagent.trainer.batch import split
 from rlagent.trainer.config import LearnerConfig, ParallelConfig
@@ -30,7 +32,7 @@ from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, su
 from rlagent.trainer.lora import Adapters, base_fingerprint
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
-from rlagent.trainer.model.architecture import read_architecture
+from rlagent.trainer.model.architecture import read_architecture, read_config
 from rlagent.trainer.model.build import Policy, build_model, check_layout
 from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer, learning_rate
 from rlagent.trainer.plan import plan as plan_microbatches
@@ -68,6 +70,12 @@ class Learner:
         self.seed = seed
         self.arch = read_architecture(self.model_dir)
         check_layout(self.arch, parallel_config)
+        self.float8 = Fp8Blocks.of(read_config(self.model_dir)) is not None
+        if self.float8 and config.old_logprobs == "rollout":
+            raise LearnerError(
+                f"learner.old_logprobs = 'rollout' with float8 weights in {self.model_dir}: engines sample with the rounded policy, "
+                "whose logprobs are not the learner's; set learner.old_logprobs = 'recompute', and learner.correction for the rest"
+            )
         cuda = use_cuda(config)
         if not cuda:
             torch.set_num_threads(config.threads)
@@ -186,8 +194,12 @@ class Learner:
         }
 
     def _checked(self, batch: Batch) -> Batch:
-        """The batch, with the routing to replay. LearnerError for what cannot be scored."""
+        """The batch, with the routing to replay. LearnerError for what cannot be scored. With float8 engines no token was sampled by
+        the weights that the learner holds.
+        """
         check_batch(batch, self.arch.vocab_size)
+        if self.float8:
+            batch = replace(batch, version=None)
         return replayable(batch, self.arch, replay=self.config.replay_experts)
 
     def _credited(self, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -34,9 +34,9 @@ class Rank:
             seed=spec.seed,
             total_steps=spec.total_steps,
         )
-        self.engine_dtype = getattr(torch, spec.engine_dtype)
+        engine_dtype = getattr(torch, spec.engine_dtype)
         self.sync = (
-            WeightSync(spec.sync, engine_dtype=self.engine_dtype, model_dir=spec.model_dir) if spec.rank == 0 else None
+            WeightSync(spec.sync, engine_dtype=engine_dtype, model_dir=spec.model_dir) if spec.rank == 0 else None
         )
 
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Rank:
 
     def publish(self, engines: Sequence[str], version: int, until: float) -> PushReport | None:
         """Push the current weights to all engines, before `until` (time.monotonic()). Other ranks take part in the gathering only."""
-        weights = self.learner.export_weights(self.engine_dtype)
+        weights = self.learner.export_weights()  # the push casts: float8 blocks are made of what the learner holds
         if self.sync is None:
             for _ in weights:
                 pass

@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlagent.errors import LoadError
+from rlagent.fp8 import SCALE, Fp8Blocks, stored
+from rlagent.kernels.quantize import FLOAT8
 from rlagent.trainer.model.architecture import Architecture, read_config
 from rlagent.trainer.model.build import Policy, stage_layers
 from rlagent.trainer.parallel import ParallelPlan
@@ -101,6 +103,7 @@ class _Directory:
         if not files:
             raise LoadError(f"{model_dir} has no *.safetensors; convert the model to safetensors first")
         self.model_dir = model_dir
+        self.fp8 = Fp8Blocks.of(read_config(model_dir))
         self.files: dict[str, Any] = {}
         try:
             for path in files:
@@ -110,11 +113,21 @@ class _Directory:
             raise LoadError(f"{path} cannot be read: {error}") from error
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensor(name)
+        if tensor.shape != shape:
+            raise LoadError(f"{self.model_dir}: {name!r} is {tuple(tensor.shape)}, but config.json makes it {shape}")
+        if self.fp8 is not None and self.fp8.holds(name):
+            return self.fp8.whole(name, tensor, self._tensor(name + SCALE))
+        if tensor.dtype == FLOAT8:
+            raise LoadError(
+                f"{self.model_dir}: {name!r} is {FLOAT8}, and quantization_config of config.json does not hold it"
+            )
+        return tensor
+
+    def _tensor(self, name: str) -> Tensor:
         if name not in self.files:
             raise LoadError(f"{self.model_dir} has no tensor {name!r}, which its config.json calls for")
         tensor: Tensor = self.files[name].get_tensor(name)
-        if tensor.shape != shape:
-            raise LoadError(f"{self.model_dir}: {name!r} is {tuple(tensor.shape)}, but config.json makes it {shape}")
         return tensor
 
 
@@ -230,9 +243,10 @@ def _write_shards(named: Iterable[tuple[str, Tensor]], directory: Path) -> None:
 
 def write_hf(named: Iterable[tuple[str, Tensor]], source_dir: Path, directory: Path) -> None:
     """Write tensors as a Hugging Face directory; config, tokenizer and the rest are the source model's, with the
-    dtype corrected.
+    dtype corrected. Where the source's weights are float8 blocks, so are these: it is what its engines load.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    fp8 = Fp8Blocks.of(read_config(source_dir))
     dtypes: set[torch.dtype] = set()
 
     def watched() -> Iterator[tuple[str, Tensor]]:
@@ -240,7 +254,7 @@ def write_hf(named: Iterable[tuple[str, Tensor]], source_dir: Path, directory: P
             dtypes.add(tensor.dtype)
             yield name, tensor
 
-    _write_shards(watched(), directory)
+    _write_shards(stored(fp8, watched()), directory)
     copy_model_files(source_dir, directory, dtypes.pop())
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from rlagent.errors import LoadError
+from rlagent.fp8 import Fp8Blocks
 
 FAMILIES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -44,6 +45,7 @@ class Architecture:
     rope: dict[str, Any]
     eos_ids: tuple[int, ...]
     experts: Experts | None = None
+    fp8: Fp8Blocks | None = None  # which weights a checkpoint and a push store in float8
 
     @classmethod
     def load(cls, model_dir: Path) -> "Architecture":
@@ -93,6 +95,7 @@ class Architecture:
             rope=_rope(config),
             eos_ids=_eos_ids(model_dir, config),
             experts=_experts(config) if family == "Qwen3MoeForCausalLM" else None,
+            fp8=Fp8Blocks.of(config),
         )
 
     @property

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlagent.engine.model import Model
 from rlagent.errors import LoadError
+from rlagent.kernels.quantize import FLOAT8
 
 
 def load_checkpoint(model: Model, model_dir: Path) -> None:
@@ -49,7 +50,7 @@ def check_names(model: Model, found: dict[str, torch.Tensor], *, complete: bool,
 
     A tied head that a checkpoint stores all the same is left out of `found`.
     """
-    named = model.parameters_by_name()
+    named = model.stored_by_name()
     if model.architecture.tied:
         found.pop("lm_head.weight", None)
     for name, tensor in found.items():
@@ -61,6 +62,11 @@ def check_names(model: Model, found: dict[str, torch.Tensor], *, complete: bool,
             )
         if not tensor.is_floating_point():
             raise LoadError(f"{where}: tensor {name!r} has dtype {tensor.dtype}; weights are floating point")
+        if (tensor.dtype == FLOAT8) != (named[name].dtype == FLOAT8):
+            raise LoadError(
+                f"{where}: tensor {name!r} has dtype {tensor.dtype}, the model's is {named[name].dtype}, by the quantization_config of "
+                "the config.json that the engine was started with"
+            )
     missing = next((name for name in named if name not in found), None) if complete else None
     if missing is not None:
         raise LoadError(f"{where}: tensor {missing!r} is missing")

@@ -46,4 +46,7 @@ class EngineConfig(BaseModel):
     seed: int = 0
     sglang: SglangConfig = SglangConfig()
     start_timeout_s: float = Field(120.0, gt=0)
+    hang_timeout_s: float = Field(
+        180.0, gt=0, description="a started engine that answers nothing for so long is ended and started again"
+    )
     request_timeout_s: float = Field(600.0, gt=0)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rlagent.engine.architecture import Architecture, inverse_frequencies
 from rlagent.engine.cache import KVCache, StepPlan
 from rlagent.engine.experts import ExpertLayer
+from rlagent.engine.float8 import Float8Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class Model:
             )
             for gate_up, down, experts in map(feed_forward, range(a.num_layers))
         ]
+        self._float8 = Float8Weights(a.fp8, self.parameters_by_name()) if a.fp8 is not None else None
         angles = torch.outer(torch.arange(a.context, dtype=torch.float32), inverse_frequencies(a))
         self._cos = torch.cat((angles, angles), -1).cos().to(device=device, dtype=dtype)
         self._sin = torch.cat((-angles.sin(), angles.sin()), -1).to(device=device, dtype=dtype)
@@ -120,11 +122,16 @@ class Model:
             named["lm_head.weight"] = self.head
         return named
 
+    def stored_by_name(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of this model holds: its weights; in place of one in float8 blocks those, and their factors beside them."""
+        stored = {} if self._float8 is None else self._float8.stored
+        return self.parameters_by_name() | stored
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy weights in by name; names and shapes were checked by the caller."""
+        """Copy stored weights in by name; names, shapes and float8 were checked by the caller."""
         named = self.parameters_by_name()
-        for name, weight in weights.items():
+        for name, weight in (weights if self._float8 is None else self._float8.take(weights)).items():
             named[name].copy_(weight)
         a = self.architecture
         for layer in self.layers:

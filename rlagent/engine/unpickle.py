@@ -7,13 +7,13 @@ On CUDA the tensor arrives as torch.multiprocessing.reductions.rebuild_cuda_tens
 Invariant: nothing outside the list is ever imported or called.
 """
 
-import base64
 import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import pybase64
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -93,7 +93,7 @@ def _load_storage(data: bytes) -> Any:
 def read_bucket(payload: object, load_format: str | None) -> dict[str, torch.Tensor]:
     """One rank's base64 payload as tensors by name. EngineError when it is not what it should be."""
     try:
-        content = _Unpickler(io.BytesIO(base64.b64decode(str(payload), validate=True))).load()
+        content = _Unpickler(io.BytesIO(pybase64.b64decode(str(payload), validate=True))).load()
     except Exception as error:  # the boundary: damaged bytes make a pickle raise nearly anything
         raise EngineError(f"serialized_named_tensors cannot be read: {error}") from error
     if load_format is None:

@@ -18,6 +18,7 @@ from rlagent.engine.checkpoint import check_names, load_checkpoint
 from rlagent.engine.model import Model
 from rlagent.engine.unpickle import read_bucket, split_bucket
 from rlagent.errors import EngineError, LoadError
+from rlagent.kernels.quantize import FLOAT8
 
 _GROUP_TIMEOUT: Final = timedelta(minutes=5)  # a learner that died in mid-broadcast frees the engine after this
 
@@ -66,7 +67,8 @@ class WeightUpdates:
                 expected = _receive_flat(expected, process_group, self._model.device)
             else:
                 for tensor in expected.values():
-                    dist.broadcast(tensor, group=process_group, group_src=0)
+                    as_bytes = tensor.dtype == FLOAT8 and not tensor.is_cuda  # gloo knows no float8
+                    dist.broadcast(tensor.view(torch.uint8) if as_bytes else tensor, group=process_group, group_src=0)
         except RuntimeError as error:  # what torch.distributed raises when a member is gone
             raise EngineError(f"the broadcast in group {group!r} broke off: {error}") from error
         self._stage(expected, version)
@@ -87,7 +89,7 @@ class WeightUpdates:
         """sha256 of every tensor's bytes, by Hugging Face name, in the engine's dtype."""
         return {
             name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, tensor in self._model.parameters_by_name().items()
+            for name, tensor in self._model.stored_by_name().items()
         }
 
     def join(self, group: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -98,7 +99,7 @@ def _sglang(
 def _tensor_ranks(sglang: SglangConfig) -> int:
     """Tensor-parallel ranks of each server: the last flag that names them, else engine.sglang.tensor."""
     words = [word for argument in sglang.args for word in argument.split("=", 1)]
-    given = [value for flag, value in zip(words, words[1:], strict=False) if flag in _TENSOR_FLAGS]
+    given = [value for flag, value in pairwise(words) if flag in _TENSOR_FLAGS]
     if not given:
         return sglang.tensor
     if not given[-1].isdecimal() or int(given[-1]) < 1:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,11 +80,20 @@ class EngineProcess:
         """Keep it in rotation, until cancelled."""
         while True:
             assert self._process is not None
-            exited = asyncio.create_task(self._process.wait())
+            process = self._process
+            exited = asyncio.create_task(process.wait())
             try:
-                await _probe(self.engine, policies, until=exited)
+                await _probe(self.engine, policies, until=exited, patience_s=self._config.hang_timeout_s)
             finally:
                 exited.cancel()
+            if process.returncode is None:
+                _log.warning(
+                    "engine %d answered nothing for engine.hang_timeout_s = %g s; it is killed",
+                    self._number,
+                    self._config.hang_timeout_s,
+                )
+                process.kill()
+                await process.wait()
             _log.warning("%s; starting it again", self._fate())
             self.engine.state = "starting"
             await self._restart(policies)
@@ -130,8 +141,14 @@ class EngineProcess:
         return f"engine {self._number} ended with code {code}; the end of {self._log}:\n{text}"
 
 
-async def _probe(engine: Engine, policies: Policies, *, until: asyncio.Task[int] | None) -> None:
-    """Look after an engine that runs: out of rotation when it does not answer, back when it does."""
+async def _probe(
+    engine: Engine, policies: Policies, *, until: asyncio.Task[int] | None, patience_s: float = math.inf
+) -> None:
+    """Look after an engine that runs: out of rotation when it does not answer, back when it does.
+
+    Ends when `until` is done, or when nothing was heard of the engine for patience_s.
+    """
+    heard = time.monotonic()
     while True:
         if until is not None:
             await asyncio.wait([until], timeout=PROBE_S)
@@ -140,6 +157,11 @@ async def _probe(engine: Engine, policies: Policies, *, until: asyncio.Task[int]
         else:
             await asyncio.sleep(PROBE_S)
         healthy = await engine.healthy()
+        if healthy:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > patience_s:
+            engine.lose()
+            return
         if engine.state == "ready" and not healthy:
             engine.lose()
         elif engine.state != "ready" and healthy:

@@ -11,6 +11,7 @@ Invariant: only these three roots are stood in for; any other missing package is
 import ctypes
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -89,13 +90,18 @@ def _synchronize(device: object = None) -> None:
     """A CPU has nothing to wait for."""
 
 
+def die_with(parent: int) -> None:
+    """End this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value)
+    if os.getppid() != parent:  # it went before the request was in place
+        os._exit(1)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Tie this process to its parent and serve."""
     parent, *flags = arguments
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value)
-    if os.getppid() != int(parent):  # it went before the request was in place
-        os._exit(1)
+    die_with(int(parent))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -106,6 +112,11 @@ def main(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+spawner = multiprocessing.parent_process()
+if (
+    spawner is not None and spawner.pid is not None
+):  # a child that SGLang spawned: its own request comes after minutes of imports
+    die_with(spawner.pid)
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     stand_in()
 

@@ -17,7 +17,7 @@ from rlagent.launch.engine_command import engine_command
 from rlagent.launch.local import free_port
 from rlagent.types import PolicyVersion
 
-START_S = 300.0
+START_S = 600.0
 CONFIG = EngineConfig(kind="sglang", device="cpu", max_running=8, max_total_tokens=16384)
 
 

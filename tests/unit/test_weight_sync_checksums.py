@@ -38,6 +38,20 @@ def test_the_parts_of_two_ranks() -> None:
         }
 
 
+def test_factors_of_float8_blocks_are_cut_as_their_weights_are() -> None:
+    q, k, v, o = torch.randn(4, 3), torch.randn(2, 3), torch.randn(2, 3), torch.randn(3, 4)
+    fused = FusedChecksums(2)
+    for name, scale in (("q", q), ("k", k), ("v", v), ("o", o)):
+        fused.add(f"model.layers.0.self_attn.{name}_proj.weight_scale_inv", scale)
+    for rank, found in enumerate(fused.found):
+        assert found == {
+            "model.layers.0.self_attn.qkv_proj.weight_scale_inv": short(
+                torch.cat((q[2 * rank :][:2], k[rank:][:1], v[rank:][:1]))
+            ),
+            "model.layers.0.self_attn.o_proj.weight_scale_inv": short(o[:, 2 * rank :][:, :2]),
+        }
+
+
 def test_a_fused_tensor_waits_for_all_its_parts() -> None:
     fused = FusedChecksums(1)
     fused.add("model.layers.3.self_attn.q_proj.bias", torch.ones(4))

@@ -13,7 +13,7 @@ from rlagent.trainer.weight_sync.delta import apply, digest_of, encode
 from rlagent.trainer.weight_sync.shadow import MAX_LINKS, Chain, Shadow
 
 Weights = dict[str, torch.Tensor]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn)
 
 
 @st.composite

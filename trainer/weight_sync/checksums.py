@@ -18,7 +18,7 @@ from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineFacts
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_INTO: Final = {part: whole for whole, parts in _FUSED.items() for part in parts}
 _EXPERTS: Final = ".mlp.experts."
-_BY_COLUMNS: Final = ("o_proj.weight", "down_proj.weight")
+_BY_COLUMNS: Final = ("o_proj.weight", "down_proj.weight", "o_proj.weight_scale_inv", "down_proj.weight_scale_inv")
 _VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
 _VOCAB_PADDING: Final = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 

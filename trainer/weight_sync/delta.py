@@ -62,13 +62,12 @@ def encode(base: Tensors, new: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
         if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape) or tensor.numel() >= _MAX_SPARSE:
             found[name] = tensor
             continue
-        bits = _BITS[tensor.element_size()]
-        flat = tensor.contiguous().flatten()
-        at = torch.nonzero(old.contiguous().flatten().view(bits) != flat.view(bits)).flatten()
+        flat = _bits(tensor)
+        at = torch.nonzero(_bits(old) != flat).flatten()
         if len(at) * (_POSITION_BYTES + tensor.element_size()) >= tensor.nbytes:
             found[name] = tensor
         elif len(at):
-            found[name + _AT], found[name + _TO] = at.to(torch.int32), flat[at]
+            found[name + _AT], found[name + _TO] = at.to(torch.int32), flat[at].view(tensor.dtype)
     return found
 
 
@@ -79,11 +78,16 @@ def apply(base: Tensors, stored: Tensors) -> dict[str, torch.Tensor]:
         if name.endswith(_AT):
             whole = name.removesuffix(_AT)
             changed = base[whole].clone().contiguous()
-            changed.view(-1)[tensor.long()] = stored[whole + _TO]
+            _bits(changed)[tensor.long()] = _bits(stored[whole + _TO])
             found[whole] = changed
         elif not name.endswith(_TO):
             found[name] = tensor
     return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view as integers of the elements' size: float8 has no comparison and no assignment by position."""
+    return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
 
 
 def write(delta: Delta, path: Path) -> None:

@@ -11,11 +11,13 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from rlagent.errors import WeightSyncError
+from rlagent.kernels.quantize import FLOAT8
 from rlagent.trainer.weight_sync.buckets import Bucket
 from rlagent.trainer.weight_sync.engine_api import EngineSet, refuse_replicas
 
@@ -51,7 +53,10 @@ class DistributedTransport:
         sending: list[Any] = []
         try:
             for slot in bucket.slots:
-                sending.append(dist.broadcast(bucket.tensor(slot), group=self._group, group_src=0, async_op=True))
+                tensor = bucket.tensor(slot)
+                if tensor.dtype == FLOAT8 and not tensor.is_cuda:
+                    tensor = tensor.view(torch.uint8)  # gloo knows no float8
+                sending.append(dist.broadcast(tensor, group=self._group, group_src=0, async_op=True))
             # An engine answers when it has all, or when it refuses: then nobody would take the broadcast.
             for answer in as_completed(answers):
                 answer.result()

@@ -15,16 +15,20 @@ from rlagent.errors import WeightSyncError
 
 T = TypeVar("T")
 TIMEOUT_S: Final = 600.0  # a large bucket is loaded before it is answered
+_MOMENT_S: Final = 0.1  # no wait ends before the lease does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What a push must know of an engine: `tensor` ranks hold the model together, in each of `data` replicas."""
+    """What a push must know of an engine: `tensor` ranks hold the model together, in each of `data` replicas; `quantization` is what
+    it was told to do to its weights by a flag, or read in its model's config.
+    """
 
     sglang: bool
     on_gpu: bool
     tensor: int
     data: int
+    quantization: str | None = None
 
 
 class EngineApi:
@@ -44,6 +48,7 @@ class EngineApi:
             on_gpu=found.get("device") != "cpu",
             tensor=int(found.get("tp_size", 1)),
             data=int(found.get("dp_size", 1)),
+            quantization=found.get("quantization"),
         )
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -56,10 +61,19 @@ class EngineApi:
         return self._request("POST", path, size, pieces, TIMEOUT_S)
 
     def _request(self, method: str, path: str, size: int, pieces: Iterator[bytes], timeout_s: float) -> dict[str, Any]:
+        left_s = max(self.until - time.monotonic(), 0.0)  # a request that begins later is refused by its own body
         try:
             headers = {"content-type": "application/json", "content-length": str(size)}
             content = self._while_ours(path, pieces)
-            response = self._http.request(method, path, content=content, headers=headers, timeout=timeout_s)
+            response = self._http.request(
+                method, path, content=content, headers=headers, timeout=min(timeout_s, left_s + _MOMENT_S)
+            )
+        except httpx.TimeoutException as error:
+            late = "before the publish's lease ran out" if left_s < timeout_s else f"within {timeout_s:g} s"
+            raise WeightSyncError(
+                f"engine {self.url} did not answer {path} {late}: it hangs, or needs longer; see its log, and raise "
+                "router.publish_lease_s if a push takes longer"
+            ) from error
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} went away at {path}: {type(error).__name__}: {error}") from error
         if response.is_error:
@@ -92,6 +106,16 @@ def refuse_replicas(engine: EngineApi) -> None:
         raise WeightSyncError(
             f"engine {engine.url} has {engine.facts.data} data-parallel replicas inside, and SGLang takes weights for these from a "
             "disk only; start a server for each (engine.count), or set sync.transport = 'disk'"
+        )
+
+
+def refuse_other_quantization(engine: EngineApi, *, float8: bool) -> None:
+    """WeightSyncError for a quantised engine whose model directory, the learner's too, is not."""
+    if engine.facts.quantization is not None and not float8:
+        raise WeightSyncError(
+            f"engine {engine.url} runs with quantization {engine.facts.quantization!r}, and config.json of the learner's model names "
+            "none: whole weights would be taken for quantised ones; set model.path to a directory with float8 blocks "
+            "(quant_method 'fp8' and weight_block_size), or start the engine without quantization"
         )
 
 

@@ -6,18 +6,20 @@ up, which brings the engines back to the newest snapshot.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from rlagent.errors import WeightSyncError
+from rlagent.fp8 import Fp8Blocks, stored
 from rlagent.trainer.config import SyncConfig
+from rlagent.trainer.model.architecture import read_config
 from rlagent.trainer.push_report import PushReport
 from rlagent.trainer.weight_sync.buckets import make_buckets
 from rlagent.trainer.weight_sync.checksums import Expected
 from rlagent.trainer.weight_sync.distributed import DistributedTransport
-from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet
+from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineSet, refuse_other_quantization
 from rlagent.trainer.weight_sync.transports import DeltaTransport, DiskTransport, TensorTransport, Transport
 
 
@@ -25,8 +27,9 @@ class WeightSync:
     """Pushes weights to engines by the transport of its config; keeps connections and groups between pushes."""
 
     def __init__(self, config: SyncConfig, *, engine_dtype: torch.dtype, model_dir: Path | None = None) -> None:
-        """model_dir: where the disk transport takes config and tokenizer from."""
+        """model_dir: where the disk transport takes config and tokenizer from; its config says whether weights are float8 blocks."""
         self._config = config
+        self._fp8 = None if model_dir is None else Fp8Blocks.of(read_config(model_dir))
         self._dtype = engine_dtype
         self._engines: EngineSet | None = None
         self._num_pushes = 0
@@ -61,10 +64,12 @@ class WeightSync:
         expected = Expected(engine.facts for engine in engines.engines) if verify else None
         seconds = {"gather": 0.0, "send": 0.0}
         num_bytes = num_buckets = 0
+        for engine in engines.engines:
+            refuse_other_quantization(engine, float8=self._fp8 is not None)
         if not self._transport.by_disk:
             engines.each(_begin)
         clock = time.perf_counter()
-        for bucket in make_buckets(self._cast(weights), self._config.bucket_bytes):
+        for bucket in make_buckets(stored(self._fp8, weights, self._dtype), self._config.bucket_bytes):
             if expected is not None:
                 for slot in bucket.slots:
                     expected.add(slot.name, bucket.tensor(slot))
@@ -89,10 +94,6 @@ class WeightSync:
         """Leave groups, close connections."""
         self._disconnect()
         self._transport.close()
-
-    def _cast(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            yield name, tensor.to(self._dtype)
 
     def _connect(self, urls: Sequence[str]) -> EngineSet:
         if self._engines is None or self._engines.urls != tuple(urls):

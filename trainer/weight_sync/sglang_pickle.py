@@ -6,8 +6,6 @@ torch.storage._load_from_bytes, which it takes; a ForkingPickler would send a fi
 over HTTP. On CUDA the ForkingPickler sends an IPC handle.
 """
 
-import base64
-import binascii
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
+import pybase64
 import torch
 import torch.multiprocessing  # registers the CUDA IPC reductions with ForkingPickler
 
@@ -68,7 +67,7 @@ def pickle_bucket(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> memoryview
 
 def serialize_bucket(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> str:
     """The pickle in base64: one entry of `serialized_named_tensors`."""
-    return base64.b64encode(pickle_bucket(flat, slots)).decode()
+    return pybase64.b64encode(pickle_bucket(flat, slots)).decode()
 
 
 def update_body(pickled: memoryview, ranks: int) -> tuple[int, Iterator[bytes]]:
@@ -86,7 +85,7 @@ def update_body(pickled: memoryview, ranks: int) -> tuple[int, Iterator[bytes]]:
             if rank:
                 yield _BETWEEN
             for start in range(0, len(pickled), _PIECE_BYTES):
-                yield binascii.b2a_base64(pickled[start : start + _PIECE_BYTES], newline=False)
+                yield pybase64.b64encode(pickled[start : start + _PIECE_BYTES])
         yield end
 
     return size, pieces()

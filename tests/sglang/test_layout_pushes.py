@@ -48,9 +48,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.fixture(scope="module")
 def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(family.name) / "model"
-    # SGLang on a CPU fills feed-forward parts up with zeros to a multiple of its own.
-    sizes = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family is MIXTURE else {})
-    make_model(family.name, directory, tied=False, layers=family.layers, **sizes)
+    make_model(family.name, directory, tied=False, layers=family.layers)
     return directory
 
 

@@ -23,15 +23,15 @@ def test_the_parts_of_two_ranks() -> None:
     ):  # fmt: skip
         fused.add(layer + name, tensor)
     fused.add("model.embed_tokens.weight", embed)
-    padded = torch.zeros(128, 6)
-    padded[:70] = embed
+    padded, wide = torch.zeros(128, 6), torch.zeros(3, 64, 6)  # a feed-forward's width is filled up to 32 a rank
+    padded[:70], wide[0, :10], wide[1, :10], wide[2, :10] = embed, gate, up, down.T
     for rank, found in enumerate(fused.found):
         assert found == {
             f"{layer}self_attn.qkv_proj.weight": short(
                 torch.cat((q[4 * rank :][:4], k[2 * rank :][:2], v[2 * rank :][:2]))
             ),
-            f"{layer}mlp.gate_up_proj.weight": short(torch.cat((gate[5 * rank :][:5], up[5 * rank :][:5]))),
-            f"{layer}mlp.down_proj.weight": short(down[:, 5 * rank :][:, :5]),
+            f"{layer}mlp.gate_up_proj.weight": short(wide[:2, 32 * rank :][:, :32].flatten(0, 1)),
+            f"{layer}mlp.down_proj.weight": short(wide[2, 32 * rank :][:32].T),
             f"{layer}self_attn.o_proj.weight": short(o[:, 4 * rank :][:, :4]),
             f"{layer}input_layernorm.weight": short(norm),
             "model.embed_tokens.weight": short(padded[64 * rank :][:64]),

@@ -2,7 +2,7 @@
 
 In the flow: push.py feeds every bucket's tensors while it sends them, and compares at the end. SGLang's layout is read from 0.5.21: q, k
 and v lie in one tensor, and gate and up; each tensor-parallel rank holds its part of the rows, of o_proj and down_proj its part of the
-columns; the vocabulary is padded with zeros. On a CPU it hashes a tensor to the first 8 bytes of its sha256. Its experts lie in
+columns; the vocabulary is padded with zeros, on a CPU the feed-forward's width too. On a CPU it hashes a tensor to the first 8 bytes of its sha256. Its experts lie in
 tensors of a whole layer, whose layout depends on the kernel that runs them: they are not compared there.
 """
 
@@ -21,6 +21,7 @@ _EXPERTS: Final = ".mlp.experts."
 _BY_COLUMNS: Final = ("o_proj.weight", "down_proj.weight", "o_proj.weight_scale_inv", "down_proj.weight_scale_inv")
 _VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
 _VOCAB_PADDING: Final = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
+_FEED_FORWARD_MULTIPLE: Final = 32  # of a rank's part on a CPU (srt/configs/update_config.py)
 
 
 def sha256(tensors: Iterable[torch.Tensor]) -> str:
@@ -74,11 +75,22 @@ class FusedChecksums:
     def _shard(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         if name.endswith(_VOCABULARY):
             return _vocab_shard(tensor, self.size, rank)
+        if name.endswith("gate_up_proj.weight"):
+            return _filled(tensor, 0, self.size * _FEED_FORWARD_MULTIPLE).chunk(self.size)[rank]
+        if name.endswith("down_proj.weight"):
+            return _filled(tensor, 1, self.size * _FEED_FORWARD_MULTIPLE).chunk(self.size, dim=1)[rank]
         if name.endswith(_BY_COLUMNS):
             return tensor.chunk(self.size, dim=1)[rank]
         if "_proj." in name:
             return tensor.chunk(self.size)[rank]
         return tensor
+
+
+def _filled(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """With zeros behind, to a multiple in one dimension."""
+    shape = list(tensor.shape)
+    shape[dim] = -shape[dim] % multiple
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim=dim)
 
 
 def _vocab_shard(tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:

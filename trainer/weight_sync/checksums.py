@@ -2,8 +2,8 @@
 
 In the flow: push.py feeds every bucket's tensors while it sends them, and compares at the end. SGLang's layout is read from 0.5.21: q, k
 and v lie in one tensor, and gate and up; each tensor-parallel rank holds its part of the rows, of o_proj and down_proj its part of the
-columns; the vocabulary is padded with zeros, on a CPU the feed-forward's width too. On a CPU it hashes a tensor to the first 8 bytes of its sha256. Its experts lie in
-tensors of a whole layer, whose layout depends on the kernel that runs them: they are not compared there.
+columns; the vocabulary is padded with zeros, on a CPU the feed-forward's width too. On a CPU it hashes a tensor to the first 8 bytes of
+its sha256. Its experts lie in tensors of a whole layer, whose layout depends on the kernel that runs them: they are not compared there.
 """
 
 import hashlib

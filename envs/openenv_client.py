@@ -5,7 +5,7 @@
 with tasks like {"url": "http://127.0.0.1:8000", "reset": {"seed": 3}, "action": "message", "observation": "text"}: the model's
 text goes into the action's field `action`, the observation's field `observation` (default: all of it, as JSON) is what it sees
 next. Environments that need more than one field, or tools, take a rollout function of their own on `OpenEnv`. The messages are
-those of openenv-core 0.3.
+those of openenv-core 0.3 and openenv 0.10.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Agents that do nothing but ask: conversations of many turns against one URL, from a process of their own.
 
 Started by benchmarks/router.py. It reads one command a line (JSON) from stdin and answers each with a line:
-  {"do": "new", "count", "first_tokens", "turn_tokens"}   conversations that have not begun, in place of those before
+  {"do": "new", "count", "first_tokens", "turn_tokens", "group"}   conversations that have not begun, in place of those before
   {"do": "turns", "clients", "turns"}                     each goes on by so many turns, so many of them at once
   {"do": "finish"}                                        their sessions are finished (rlagent only)
 HTTP by hand: a library would cost more than the server that is measured.
@@ -101,12 +101,12 @@ class Load:
             case "finish":
                 return self.finish()
 
-    async def new(self, count: int, first_tokens: int, turn_tokens: int) -> dict[str, Any]:
-        """No conversation begins with the words of another."""
+    async def new(self, count: int, first_tokens: int, turn_tokens: int, group: int = 1) -> dict[str, Any]:
+        """So many in a row begin with the same words, as rollouts of one task do, and no others."""
         self._turn_tokens = turn_tokens
+        tasks = [f"{uuid.uuid4().hex} {self._text(first_tokens)}" for _ in range(-(-count // group))]
         self.conversations = [
-            Conversation([{"role": "user", "content": f"{uuid.uuid4().hex} {self._text(first_tokens)}"}])
-            for _ in range(count)
+            Conversation([{"role": "user", "content": tasks[number // group]}]) for number in range(count)
         ]
         return {"bytes": len(self._body(self.conversations[0])) if count else 0}
 

@@ -1,7 +1,8 @@
 """The router against the engine asked directly and against the LiteLLM proxy, all before the same fake upstream.
 
 python benchmarks/router.py [--litellm-python PYTHON | --no-litellm] [--parts load sessions long] [--realtime]
-  load      conversations of 8 turns that begin with 2,000 tokens (12 kB bodies), one agent and 64 agents
+  load      conversations of 8 turns that begin with 2,000 tokens (12 kB bodies), one agent and 64 agents; and 64 of whose
+            conversations eight begin alike, as rollouts of one task do
   sessions  2,000 open sessions at once, again and again: resident memory
   long      conversations of 50 turns up to 64,000 tokens: what the last turn takes longer than the first
 Everything the router answers is rendered, recorded and committed to disk; LiteLLM records nothing. The proxy has a core
@@ -24,6 +25,7 @@ from proxies import HERE, Agents, Cores, Server, agents, litellm, model_with_lon
 TURNS, FIRST_TOKENS, TURN_TOKENS = 8, 2000, 40
 LONG_TURNS, LONG_TOKENS = 50, 64_000
 OPEN_SESSIONS = 2000
+GROUP = 8  # rollouts of one task
 Proxy = Callable[[str, Path, Cores], AbstractContextManager[Server]]
 
 
@@ -37,9 +39,10 @@ class Measured:
     cpu_ms: float
 
 
-def measure(who: Agents, server: Server | None, clients: int, calls: int) -> Measured:
-    """Conversations enough for so many calls."""
-    who.do("new", count=max(clients, calls // TURNS), first_tokens=FIRST_TOKENS, turn_tokens=TURN_TOKENS)
+def measure(who: Agents, server: Server | None, clients: int, calls: int, group: int = 1) -> Measured:
+    """Conversations enough for so many calls; so many begin with the same words."""
+    count = max(clients, calls // TURNS)
+    who.do("new", count=count, first_tokens=FIRST_TOKENS, turn_tokens=TURN_TOKENS, group=group)
     before = 0.0 if server is None else server.cpu_s()
     found = who.do("turns", clients=clients, turns=TURNS)
     cpu_s = 0.0 if server is None else server.cpu_s() - before
@@ -62,8 +65,9 @@ def best(rounds: list[Measured]) -> Measured:
 def load(model: Path, proxies: dict[str, Proxy], cores: Cores, args: argparse.Namespace) -> None:
     """One table for each number of agents and delay of the upstream."""
     columns = ["who", "p50 ms", "p99 ms", "over direct ms", "calls/s", "processor ms a call", "calls/s a core"]
-    for delay_ms, clients in ((0.0, 1), (0.0, 64), (args.delay_ms, 64)):
-        print(f"\nload: {clients} agents, upstream answers after about {delay_ms:.0f} ms, stream={args.stream}\n")
+    for delay_ms, clients, group in ((0.0, 1, 1), (0.0, 64, 1), (0.0, 64, GROUP), (args.delay_ms, 64, 1)):
+        same = "" if group == 1 else f", {group} conversations begin alike"
+        print(f"\nload: {clients} agents, upstream answers after about {delay_ms:.0f} ms, stream={args.stream}{same}\n")
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         rounds: dict[str, list[Measured]] = {name: [] for name in ("direct", *proxies)}
         with tempfile.TemporaryDirectory() as directory, upstream(model, cores, delay_ms) as engine:
@@ -71,9 +75,9 @@ def load(model: Path, proxies: dict[str, Proxy], cores: Cores, args: argparse.Na
                 with proxy(engine, Path(directory), cores) as server:
                     with _warm(server.url, model, cores, clients, stream=args.stream) as who:
                         calls = args.calls if name == "rlagent" else args.calls // 4
-                        rounds[name] += [measure(who, server, clients, calls) for _ in range(args.rounds)]
+                        rounds[name] += [measure(who, server, clients, calls, group) for _ in range(args.rounds)]
                     with _warm(engine, model, cores, clients, stream=args.stream) as who:
-                        rounds["direct"] += [measure(who, None, clients, args.calls) for _ in range(args.rounds)]
+                        rounds["direct"] += [measure(who, None, clients, args.calls, group) for _ in range(args.rounds)]
         direct = best(rounds["direct"])
         for name, found in rounds.items():
             one = best(found)

@@ -55,8 +55,7 @@ def load_json(content: bytes, *, constants: bool = False) -> Any:
             found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from error
-    # Most bodies have fewer openings than may stand within one another: they need no walk.
-    if content.count(b"{") + content.count(b"[") > MAX_DEPTH and too_deep(found, MAX_DEPTH):
+    if too_deep(found, MAX_DEPTH):
         raise invalid(f"the body is nested deeper than {MAX_DEPTH} objects and arrays; send a flatter one")
     return found
 

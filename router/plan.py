@@ -25,7 +25,7 @@ from rlagent.types import Int32Array, Origin
 Reasoning = Literal["template", "all"]
 _Found = TypeVar("_Found")
 # Planning hands out the texts that it needs as ids, one at a time, so that its caller decides where they are tokenised.
-Steps = Generator[str, list[int], _Found]
+Steps = Generator[str, Int32Array, _Found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def plan(forest: Forest, renderer: Renderer, conversation: Conversation, root: R
     try:
         text = next(steps)
         while True:
-            text = steps.send(renderer.tokenizer.encode(text))
+            text = steps.send(np.array(renderer.tokenizer.encode(text), np.int32))
     except StopIteration as ended:
         return _planned(ended)
 
@@ -85,7 +85,7 @@ def _planning(
             return extended
         reason = extended
     text, segment = renderer.fresh(conversation)
-    ids = np.array((yield text), np.int32)
+    ids = yield text
     images = conversation.images
     if not _placed(images, ids, renderer):
         raise TemplateError(f"it does not show all of {len(images)} images where they stand")
@@ -145,16 +145,15 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
         return "reasoning_dropped"
     suffix = yield segments.texts[-1]
     if node.stop_id is not None:
-        if not suffix or not _closes(renderer, node, suffix[0], reasoning):
+        if not len(suffix) or not _closes(renderer, node, int(suffix[0]), reasoning):
             return "foreign_stop"
-        del suffix[0]
-    suffix_ids = np.array(suffix, np.int32)
-    ids, images = np.concatenate([node.prompt_ids(), suffix_ids]), conversation.images
+        suffix = suffix[1:]
+    ids, images = np.concatenate([node.prompt_ids(), suffix]), conversation.images
     if not _placed(images, ids, renderer):
         return "image_sampled"
     return Plan(
         ids=ids,
-        suffix=suffix_ids,
+        suffix=suffix,
         parent=node,
         origin="extended",
         reason="",

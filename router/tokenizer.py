@@ -7,7 +7,6 @@ and `encode` turns a marked token into the ids of its plain letters. Tokens that
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +17,12 @@ from tokenizers import Tokenizer as Backend
 
 from rlagent.errors import LoadError
 from rlagent.router.conversation import digest
+from rlagent.router.recent_texts import RecentTexts
+from rlagent.types import Int32Array
 
 # Two private-use characters delimit a mark. Where an agent sends the first itself, it is marked too.
 MARK_START: Final = "\ue000"
 MARK_END: Final = "\ue001"
-# A text of so many characters takes milliseconds, and a thread to do it in a tenth of one.
-LONG_CHARS: Final = 16_384
 _MARK: Final = re.compile(f"{MARK_START}(s?[0-9]+){MARK_END}")
 _LITERAL: Final = f"{MARK_START}0{MARK_END}"  # stands for MARK_START itself
 
@@ -43,6 +42,7 @@ class Tokenizer:
         self._find_special = re.compile("|".join(map(re.escape, longest_first))) if special else None
         self.size = max(backend.get_vocab_size(with_added_tokens=True), *(n + 1 for n in added), 0)
         self.digest = digest(text)
+        self._recent = RecentTexts(self.encode)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -104,11 +104,9 @@ class Tokenizer:
                 ids.append(token)
         return ids
 
-    async def encode_beside(self, text: str) -> list[int]:
+    async def encode_beside(self, text: str) -> Int32Array:
         """The same, a long text in a thread: tokenising needs neither the event loop nor the interpreter's lock."""
-        if len(text) < LONG_CHARS:
-            return self.encode(text)
-        return await asyncio.to_thread(self.encode, text)
+        return await self._recent.ids(text)
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of a text whose special tokens are meant as such."""

@@ -12,9 +12,10 @@ from templates import MODEL
 from rlagent.router.chat_template import ChatTemplate
 from rlagent.router.conversation import Conversation, Message
 from rlagent.router.plan import plan_beside
+from rlagent.router.recent_texts import LONG_CHARS
 from rlagent.router.rehearsal import Rehearsal
 from rlagent.router.render import Renderer
-from rlagent.router.tokenizer import LONG_CHARS, Tokenizer
+from rlagent.router.tokenizer import Tokenizer
 
 NUM_TURNS = 12
 QUESTION = "Where does the parcel of Mia wait? "
@@ -85,7 +86,6 @@ def test_a_session_keeps_each_token_and_each_message_once(monkeypatch: pytest.Mo
 async def test_a_long_text_is_tokenised_beside_the_event_loop_and_a_short_one_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session = Counted(monkeypatch)
     where: list[int] = []
     encode = Tokenizer.encode
 
@@ -94,6 +94,7 @@ async def test_a_long_text_is_tokenised_beside_the_event_loop_and_a_short_one_on
         return encode(tokenizer, text)
 
     monkeypatch.setattr(Tokenizer, "encode", placed)
+    session = Counted(monkeypatch)
     for words, beside in ((1, False), (LONG_CHARS // len(QUESTION) + 1, True)):
         where.clear()
         asked = Conversation(messages=(Message(role="user", content=QUESTION * words),))

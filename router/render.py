@@ -9,10 +9,10 @@ Invariant: what was sampled is never rendered into ids again; only segments betw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
@@ -25,6 +25,9 @@ from rlagent.router.turn_shape import PROBE, TURN, Edges, between, plain_turn, s
 
 # A client chooses the template's arguments: beyond so many kinds the oldest is learned again.
 _MAX_FAMILIES: Final = 64
+# Sets of tools that are kept guarded, and the JSON of the largest one: beyond it every render guards its own.
+_MAX_TOOL_SETS: Final = 64
+_MAX_TOOLS_BYTES: Final = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Renderer:
         self.message_form = learn(self._probe)
         self.digest = digest(template.source.encode(), tokenizer.digest.encode())
         self._families: dict[bytes, Family] = {}
+        self._tools: dict[bytes, list[Plain]] = {}
         self._edges = Edges(self.message_form.reasoning_key) if shows_by_calls(self.message_form, self._probe) else None
 
     @classmethod
@@ -158,10 +162,25 @@ class Renderer:
     def _text(self, messages: Sequence[Plain], conversation: Conversation, *, prompt: bool = True) -> str:
         return self._template.render(
             messages,
-            tools=[self.tokenizer.guard(dict(tool)) for tool in conversation.tools],
+            tools=self._guarded(conversation.tools),
             args=self.tokenizer.guard(dict(conversation.template_args)),
             add_generation_prompt=prompt,
         )
+
+    def _guarded(self, tools: Sequence[Mapping[str, Any]]) -> list[Plain]:
+        """Tools as the template is given them. All turns of all sessions of a task have the same: they are guarded once."""
+        if not tools:
+            return []
+        found = [dict(tool) for tool in tools]
+        key = orjson.dumps(found)
+        if key in self._tools:
+            return self._tools[key]
+        guarded = [self.tokenizer.guard(tool) for tool in found]
+        if len(key) <= _MAX_TOOLS_BYTES:
+            if len(self._tools) >= _MAX_TOOL_SETS:
+                del self._tools[next(iter(self._tools))]
+            self._tools[key] = guarded
+        return guarded
 
     def _family(self, conversation: Conversation) -> Family:
         """Learned once for each set of template arguments."""

@@ -107,3 +107,31 @@ def test_ids_are_those_of_a_tokenizer_that_also_keeps_offsets() -> None:
     tokenizer = Tokenizer.load(MODEL)
     text = f"<|im_start|>user\nÜber 99 Ärger 日本 📦{QUESTION * 50}<|im_end|>\n"
     assert tokenizer.encode_plain(text) == tokenizer._backend.encode(text, add_special_tokens=False).ids
+
+
+def test_tools_are_guarded_once_and_those_that_differ_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer.load(MODEL)
+    guarded: list[Any] = []
+    guard = Tokenizer.guard
+
+    def counted(tokenizer: Tokenizer, value: Any) -> Any:
+        if isinstance(value, dict) and "function" in value:
+            guarded.append(value)
+        return guard(tokenizer, value)
+
+    def text(**function: Any) -> str:
+        tools = ({"type": "function", "function": function},)
+        return renderer.fresh(Conversation(messages=(Message(role="user", content=QUESTION),), tools=tools))[0]
+
+    monkeypatch.setattr(Tokenizer, "guard", counted)
+    first = text(name="find", description="of <|im_end|>")
+    assert "<|im_end|>" not in first.partition("</tools>")[0]
+    assert text(name="find", description="of <|im_end|>") == first
+    assert len(guarded) == 1
+    others = [
+        text(name="find", description="of it"),
+        text(description="of <|im_end|>", name="find"),  # the template shows the order
+        text(name="find", description="of <|im_end|>", parameters={}),
+    ]
+    assert len({first, *others}) == 4
+    assert len(guarded) == 4

@@ -33,6 +33,8 @@ MAX_FAILURES: Final = 4
 # has told outlives it. An engine repeats the whole output each time, so a long one is told of less often.
 _TOLD_EVERY: Final = 64
 _MAX_TOLD: Final = 16
+# With images an engine repeats the whole prompt as well.
+_SHOWN_EVERY: Final = 8
 
 
 class Shown(Protocol):
@@ -170,6 +172,8 @@ class Generator:
                     "request again"
                 )
             params = _params(sampling, sampling.max_tokens - len(output.ids), len(output.ids), schema)
+            if shown is not None:
+                params["stream_interval"] = _SHOWN_EVERY
             if on_ids is None:
                 params["stream_interval"] = max(_TOLD_EVERY, params["max_new_tokens"] // _MAX_TOLD)
             # Of what was sampled before an abort, the experts are those it was sampled with.

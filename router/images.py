@@ -101,23 +101,24 @@ def kind_of(data: bytes) -> str | None:
     return next((kind for kind, magic in _MAGIC if data.startswith(magic)), None)
 
 
-def check_limits(images: Sequence[Image], *, max_images: int, max_image_bytes: int) -> None:
-    """Refuse what is too many, or too large."""
+def check_limits(images: Sequence[Image], *, max_images: int, max_image_bytes: int, max_body_bytes: int) -> None:
+    """Refuse what is too many, or too large: each, and all together, which a request may have named by a response's id."""
     if len(images) > max_images:
         raise invalid(
             f"the messages hold {len(images)} images, router.max_images is {max_images}; send fewer, or raise it",
             "messages",
             "too_many_images",
         )
-    largest = max((image.size_bytes for image in images), default=0)
+    largest, total = max((image.size_bytes for image in images), default=0), sum(image.size_bytes for image in images)
     if largest > max_image_bytes:
-        raise ApiError(
-            413,
-            f"an image has {largest} bytes, router.max_image_bytes is {max_image_bytes}; send a smaller one, or raise it",
-            param="messages",
-            code="image_too_large",
-            retry=False,
-        )
+        raise _too_large(f"an image has {largest} bytes, router.max_image_bytes is {max_image_bytes}")
+    if total > max_body_bytes:
+        raise _too_large(f"the images have {total} bytes, router.max_body_bytes is {max_body_bytes}")
+
+
+def _too_large(what: str) -> ApiError:
+    message = f"{what}; send smaller ones, or raise it"
+    return ApiError(413, message, param="messages", code="image_too_large", retry=False)
 
 
 def placeholder_of(model: Mapping[str, Any]) -> int | None:

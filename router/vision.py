@@ -79,9 +79,13 @@ class Vision:
             return
         if self._placeholder is None:
             raise invalid("the policy is a text model and reads no images; leave them out", "messages", "no_vision")
+        limits = self._config
         check_limits(
-            images, max_images=self._config.max_images, max_image_bytes=self._config.max_image_bytes
-        )  # fmt: skip
+            images,
+            max_images=limits.max_images,
+            max_image_bytes=limits.max_image_bytes,
+            max_body_bytes=limits.max_body_bytes,
+        )
         if not await self._generator.sees_images():
             raise invalid(
                 "the policy's model reads images, and an engine that runs it does not; leave them out, or serve it with SGLang",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from templates import GOLDEN, MODEL, renderer
 from transformers import PreTrainedTokenizerFast
+from vision_model import png, uri, vision_directory
 
 from rlagent.errors import LoadError
 from rlagent.router.chat_template import ChatTemplate
 from rlagent.router.conversation import Conversation, Message, ToolCall
+from rlagent.router.images import placeholder_of, read_url
 from rlagent.router.render import Renderer
 
 TOOLS: list[Any] = [
@@ -113,3 +117,25 @@ def test_a_template_in_the_tokenizers_config_is_read(tmp_path: Path) -> None:
 def test_a_broken_template_is_a_load_error(source: str) -> None:
     with pytest.raises(LoadError, match="broken"):
         ChatTemplate({"default": source}, {}, "here")
+
+
+def test_images_stand_where_transformers_puts_them(tmp_path: Path) -> None:
+    model = vision_directory(tmp_path / "model")
+    image = read_url(uri(png(255)), 2, "messages")
+    said = Message(role="user", content="a b <|image_pad|>", images=(image, replace(image, at=17)))
+    placeholder = placeholder_of(orjson.loads((model / "config.json").read_bytes()))
+    ours = Renderer.load(model, None, placeholder)
+    text, _ = ours.fresh(Conversation(messages=(said, PLAIN, USER)))
+    ids = ours.tokenizer.encode(text)
+    parts = [
+        {"type": "text", "text": "a "},
+        {"type": "image"},
+        {"type": "text", "text": "b <|image_pad|>"},
+        {"type": "image"},
+    ]
+    given = [{"role": "user", "content": parts}, *map(as_transformers_takes_it, (PLAIN, USER))]
+    expected = PreTrainedTokenizerFast.from_pretrained(model).apply_chat_template(
+        given, add_generation_prompt=True, tokenize=False
+    )
+    assert ours.tokenizer.unguard(text) == expected
+    assert ids.count(placeholder) == 2  # what the agent wrote is text

@@ -215,13 +215,39 @@ async def test_limits_name_themselves(tmp_path: Path, model: Path) -> None:
         assert (large.status_code, error_of(large)["code"]) == (413, "image_too_large")
         assert "router.max_image_bytes" in error_of(large)["message"]
         assert (await r.chat([shown(RED)])).status_code == 200
+    config = RouterConfig(max_body_bytes=4 * len(RED))
+    async with seeing(tmp_path / "all", model, always(said("x")), config) as r:
+        headers = {"authorization": "Bearer agent"}
+        message = {"role": "user", "content": [{"type": "input_image", "image_url": uri(RED)}]}
+        asked: Any = {"model": "m", "input": [message]}
+        for status in (200, 200, 200, 200, 413):  # each body is small, the history is not
+            answer = await r.http.post("/v1/responses", json=asked, headers=headers)
+            assert answer.status_code == status
+            asked["previous_response_id"] = answer.json().get("id")
+        assert "router.max_body_bytes" in error_of(answer)["message"]
 
 
-async def test_a_text_model_and_an_engine_that_cannot_see_say_so(tmp_path: Path, model: Path) -> None:
-    async with router(tmp_path / "text", always(said("x"))) as r:
-        refused = await r.chat([shown(RED)])
-        assert (refused.status_code, error_of(refused)["code"]) == (400, "no_vision")
-        assert "the policy is a text model" in error_of(refused)["message"]
+async def test_a_text_model_says_so_to_every_sdk(tmp_path: Path) -> None:
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
+    async with (
+        router(tmp_path, always(said("x"))) as r,
+        openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key="agent") as client,
+        anthropic.AsyncAnthropic(base_url=r.url, api_key="agent") as claude,
+    ):
+        image: Any = {"type": "input_image", "image_url": uri(RED), "detail": "auto"}
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+        for call in (
+            client.chat.completions.create(model="m", messages=[shown(RED)]),
+            client.responses.create(model="m", input=[{"role": "user", "content": [image]}]),
+            claude.messages.create(**asked, max_tokens=9),
+            claude.messages.count_tokens(**asked),
+        ):
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="the policy is a text model"):
+                await call
+        assert r.engine.requests == []
+
+
+async def test_an_engine_that_cannot_see_says_so(tmp_path: Path, model: Path) -> None:
     async with router(tmp_path / "blind", always(said("x")), model=model) as r:
         refused = await r.chat([shown(RED)])
         assert (refused.status_code, error_of(refused)["code"]) == (400, "no_vision")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pydantic
 import pytest
 from fake_engine import Reply
 from router_harness import EOS, MODEL, TOKENIZER, Harness, always, in_turn, router, said
+from vision_model import png
 
 from rlagent.buffer.config import BufferConfig
 from rlagent.engine.config import EngineConfig
@@ -160,7 +162,8 @@ async def test_its_errors_are_the_sdks(tmp_path: Path) -> None:
             await client.messages.create(model="m", max_tokens=9, messages=long)
         assert overflow.value.request_id
         assert overflow.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
-        image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+        data = base64.b64encode(png(255)).decode()
+        image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
         with pytest.raises(anthropic.BadRequestError, match="text model"):
             await client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": [image]}])
         (session,) = await r.admin.sessions()

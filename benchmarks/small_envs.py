@@ -1,6 +1,6 @@
-"""Two environments learned by a small model from the loop itself, three seeds each: writes docs/small_envs.md. Not part of CI.
+"""Two environments learned by a small model from the loop itself, three seeds each: the table of docs/small_envs.md. Not part of CI.
 
-    python benchmarks/small_envs.py [--names sums coin --seeds 0 1 2 --runs runs/small-envs --out docs/small_envs.md]
+    python benchmarks/small_envs.py [--names sums coin --seeds 0 1 2 --runs runs/small-envs --out runs/small-envs/table.md]
 
 A model that is not there yet is made first (examples/small_envs/warm_start.py); a run that is done already is read, not made again.
 """
@@ -51,8 +51,9 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=["sums", "coin"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs/small-envs"))
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "small_envs.md")
+    parser.add_argument("--out", type=Path, help="default: table.md in the folder of the runs")
     args = parser.parse_args()
+    out = args.out or args.runs / "table.md"
     lines = [
         "# Environments learned by a small model",
         "",
@@ -71,7 +72,7 @@ def main() -> None:
             row = run(name, seed, args.runs / f"{name}-{seed}")
             lines.append("| " + " | ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |")
             print(lines[-1], flush=True)
-            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ import asyncio
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -41,7 +39,7 @@ def command(
 ) -> list[str]:  # fmt: skip
     """`home` has the directories work, tmp and shm, all that a command can write to; `cwd` is relative to work.
 
-    readable: places of the host that it sees besides the system's. status_fd: where `Status` is written. held_by: a descriptor that
+    readable: places of the host that it sees besides the system's. status_fd: see `first_pid` and `exit_code`. held_by: a descriptor that
     must be written to before the command begins.
     """
     line = [bwrap, *_ISOLATION, *(["--share-net"] if network else [])]
@@ -73,30 +71,15 @@ def _system(network: bool) -> tuple[str, ...]:
     return tuple(line)
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What bubblewrap wrote to its status descriptor: how the command ended. exit_code is None when the command never began."""
+def first_pid(told: bytes) -> int | None:
+    """The host's id of the namespaces' first process, as soon as bubblewrap has told it: lines come in pieces."""
+    found = _FIRST_PID.search(told)
+    return None if found is None else int(found[1])
 
-    exit_code: int | None
 
-    @classmethod
-    def parse(cls, written: bytes) -> "Status":
-        """One JSON document a line; the last may be cut."""
-        found: dict[str, int] = {}
-        for line in written[: written.rfind(b"\n") + 1].splitlines():
-            found |= json.loads(line)
-        return cls(found.get("exit-code"))
-
-    @staticmethod
-    def first_pid_in(written: bytes) -> int | None:
-        """The host's id of the namespaces' first process, as soon as it is told: lines come in pieces."""
-        found = _FIRST_PID.search(written)
-        return None if found is None else int(found[1])
-
-    @property
-    def ending(self) -> tuple[int | None, int | None]:
-        """(exit code, signal). bubblewrap reports a signal as 128 + its number, as a shell does, so the two cannot be told apart."""
-        code = self.exit_code
-        if code is not None and code > 128 and code - 128 in signal.valid_signals():
-            return None, code - 128
-        return code, None
+def exit_code(told: bytes) -> int | None:
+    """How the command ended, as a shell tells it. None when it never began. One JSON document a line; the last may be cut."""
+    found: dict[str, int] = {}
+    for line in told[: told.rfind(b"\n") + 1].splitlines():
+        found |= json.loads(line)
+    return found.get("exit-code")

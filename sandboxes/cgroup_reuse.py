@@ -36,7 +36,3 @@ class Groups:
             self._spare.append(group)
         else:
             group.close()
-
-    def close(self) -> None:
-        """Remove them all, and end what is in them."""
-        self._cgroups.sweep(self._owner)

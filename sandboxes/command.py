@@ -18,6 +18,7 @@ from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Door
 from rlagent.sandboxes.door import serving
+from rlagent.sandboxes.ending import code_or_signal
 from rlagent.sandboxes.files import inside
 from rlagent.sandboxes.hold import Hold
 from rlagent.sandboxes.process_backend import ProcessBackend, Room
@@ -100,16 +101,17 @@ class Command:
             ended.set()
         return timed_out
 
-    def ending(self, returncode: int, told: bubblewrap.Status | None, stderr: bytes) -> tuple[int | None, int | None]:
+    def ending(self, returncode: int, hold: Hold | None, stderr: bytes) -> tuple[int | None, int | None]:
         """(exit code, signal). SandboxError when it never began."""
         if returncode < 0:
             return None, -returncode
-        if told is None:
+        if hold is None:
             return returncode, None
-        if told.exit_code is None:
+        code = hold.exit_code()
+        if code is None:
             why = stderr.decode(errors="replace").strip()
             raise SandboxError(f"{self.argv[0]!r} cannot be started in the sandbox: {why}")
-        return told.ending
+        return code_or_signal(code)
 
     def _isolated(self, hold: Hold, cwd: Path) -> list[str]:
         assert self.backend.bwrap is not None

@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from typing import Final
 
-from rlagent.sandboxes.bubblewrap import Status
+from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.reaping import readable
 
 _STATUS_BYTES: Final = 4096
@@ -38,7 +38,7 @@ class Hold:
 
         def take() -> None:
             more = self._read()
-            if not told.done() and (not more or Status.first_pid_in(self._told) is not None):
+            if not told.done() and (not more or bubblewrap.first_pid(self._told) is not None):
                 told.set_result(None)
 
         loop.add_reader(self._status, take)
@@ -61,11 +61,11 @@ class Hold:
                     await readable(self._first)
         self._is_gone = True
 
-    def told(self) -> Status:
-        """All that bubblewrap told so far."""
+    def exit_code(self) -> int | None:
+        """How the command ended, as a shell tells it; None when it never began. Once bubblewrap is gone."""
         while self._read():
             pass
-        return Status.parse(self._told)
+        return bubblewrap.exit_code(self._told)
 
     def close(self) -> None:
         """Close our ends; a command still held is let go, and must have been killed before."""
@@ -85,7 +85,7 @@ class Hold:
         """Whether there is a first process to wait for."""
         if self._first < 0:
             self._read()
-            self._pid = Status.first_pid_in(self._told)
+            self._pid = bubblewrap.first_pid(self._told)
             with suppress(ProcessLookupError):
                 self._first = -1 if self._pid is None else os.pidfd_open(self._pid)
         return self._first >= 0

@@ -9,15 +9,17 @@ import asyncio
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
-from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, MEMORY_WORDS, Door, ExecResult, Limits, Snapshot
+from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, Door, ExecResult, Limits, Snapshot
 from rlagent.sandboxes.capture import Capture
 from rlagent.sandboxes.command import Command
+from rlagent.sandboxes.ending import result, time_allowed
 from rlagent.sandboxes.files import copy_tree, read_file, write_file
 from rlagent.sandboxes.hold import Hold
 from rlagent.sandboxes.process_backend import ProcessBackend, Room
@@ -106,30 +108,28 @@ class ProcessSandbox:
         room = self._opened
         if door is not None and self.network:
             raise SandboxError("a sandbox whose commands have the host's network takes no door; leave it out")
-        if not argv:
-            raise SandboxError("argv is empty; give a command and its arguments")
+        allowed_s = time_allowed(argv, timeout_s, self._backend.limits)
         command = Command(
             backend=self._backend, room=room, argv=argv, stdin=stdin, env=env or {}, cwd=self._relative(cwd), door=door
         )
-        bounds = [bound for bound in (timeout_s, self._backend.limits.wall_s) if bound is not None]
         began, killed_before = time.perf_counter(), room.oom_kills()
         out, err = Capture(output_limit_bytes), Capture(output_limit_bytes)
-        hold = Hold() if self.isolated else None
-        try:
-            ends = out.open(), err.open()
-            starting = room.home.run(lambda: command.start(*ends, hold))
-            timed_out = await command.until_end(starting, hold, min(bounds, default=None), self._running)
-            returncode, told = starting.result().returncode, None if hold is None else hold.told()
-        finally:
-            await out.close(_DRAIN_S)
-            await err.close(_DRAIN_S)
+        with ExitStack() as ours:
+            hold = Hold() if self.isolated else None
             if hold is not None:
-                hold.close()
-        code, killed = (None, signal.SIGKILL) if timed_out else command.ending(returncode, told, err.data)
-        starved = room.oom_kills() > killed_before or any(words in err.data for words in MEMORY_WORDS)
-        return ExecResult(
-            exit_code=code, signal=killed, timed_out=timed_out, out_of_memory=not timed_out and code != 0 and starved,
-            truncated=out.truncated or err.truncated, stdout=out.data, stderr=err.data, wall_s=time.perf_counter() - began,
+                ours.callback(hold.close)
+            try:
+                ends = out.open(), err.open()
+                starting = room.home.run(lambda: command.start(*ends, hold))
+                timed_out = await command.until_end(starting, hold, allowed_s, self._running)
+            finally:
+                await out.close(_DRAIN_S)
+                await err.close(_DRAIN_S)
+            code = starting.result().returncode
+            ending = (None, signal.SIGKILL) if timed_out else command.ending(code, hold, err.data)
+        return result(
+            ending, timed_out=timed_out, starved=room.oom_kills() > killed_before, stdout=out.data, stderr=err.data,
+            truncated=out.truncated or err.truncated, began=began,
         )  # fmt: skip
 
     async def read(self, path: str) -> bytes:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
@@ -22,13 +21,12 @@ from rlagent.sandboxes.cgroups import Cgroups, Group
 from rlagent.sandboxes.files import delete_tree
 from rlagent.sandboxes.home import Home
 from rlagent.sandboxes.namespaces import Launcher
-from rlagent.sandboxes.owner import Owner, default_state_directory
+from rlagent.sandboxes.owned_backend import OwnedBackend
 from rlagent.sandboxes.spawn import Prelude, rlimits
 
 if TYPE_CHECKING:
     from rlagent.sandboxes.process import ProcessSandbox
 
-_KIND: Final = "process"
 _MOUNTED: Final = "mounted"  # where each sandbox's files are mounted, in a mount namespace of its own
 # Users that belong to nobody: above what distributions give to users and their subordinate ranges, below 2**31.
 _FIRST_USER: Final = 1_600_000_000
@@ -50,7 +48,7 @@ class Room:
         return 0 if self.group is None else self.group.oom_kills()
 
 
-class ProcessBackend:
+class ProcessBackend(OwnedBackend):
     """Process sandboxes with the same limits. See rlagent.sandboxes.base.Backend.
 
     network: commands have the host's network. readable: absolute paths of the host that commands may read and run besides the system's
@@ -59,26 +57,24 @@ class ProcessBackend:
     could be written.
     """
 
+    kind = "process"
+
     def __init__(
         self, *, limits: Limits | None = None, network: bool = False, allow_unisolated: bool = False,
         control_groups: bool = True, state_directory: Path | None = None, readable: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        self.limits = limits or Limits()
-        self.network = network
+        super().__init__(limits=limits, network=network, state_directory=state_directory)
         self.readable = tuple(readable)
         self.bwrap: str | None = None
         self._allow_unisolated = allow_unisolated
         self._control_groups = control_groups
-        self._state = state_directory or default_state_directory()
         self._cgroups = Cgroups(1, {})
         self._groups = Groups(self._cgroups, "", self.limits)
         self._rlimits: Mapping[int, int] = {}
         self._mounts = False
-        self._owner: Owner | None = None
         self._launcher = Launcher()
         self._numbers = count()
         self._first_user = _FIRST_USER + secrets.randbelow(_NUM_OWNERS) * _USERS_AN_OWNER
-        self._open: set[ProcessSandbox] = set()
         self._layers: dict[str, tuple[Path, ...]] = {}
 
     @property
@@ -104,29 +100,6 @@ class ProcessBackend:
             "open_files": "rlimit",
         }
 
-    async def __aenter__(self) -> Self:
-        self._owner = await asyncio.to_thread(Owner, self._state, _KIND)
-        try:
-            if self._control_groups:
-                self._cgroups = await asyncio.to_thread(Cgroups.find)
-            self._groups = Groups(self._cgroups, self._owner.name, self.limits)
-            own = self._cgroups.own
-            self._rlimits = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
-            (self._owner.directory / _MOUNTED).mkdir(mode=0o711)
-            self.bwrap = await self._bubblewrap()
-            self._mounts = self.isolated and await self._launcher.can_mount()
-            for name in self._owner.dead(_KIND):
-                await asyncio.to_thread(Cgroups.find().sweep, name)
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     async def open(self, snapshot: Snapshot | None = None) -> "ProcessSandbox":
         """A new open sandbox."""
         from rlagent.sandboxes.process import ProcessSandbox
@@ -138,16 +111,6 @@ class ProcessBackend:
         layers = self._layers.pop(snapshot.name, None)
         if layers is not None:
             await self._launcher.run(lambda: delete_tree(layers[0]))
-
-    async def close(self) -> None:
-        """Close every sandbox, delete every file and group."""
-        for sandbox in list(self._open):
-            await sandbox.close()
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            await asyncio.to_thread(self._groups.close)
-            await asyncio.to_thread(owner.close)
-            await asyncio.to_thread(self._launcher.close)
 
     async def make_room(self, sandbox: "ProcessSandbox", snapshot: Snapshot | None) -> Room:
         """Files and limits of a new sandbox. For ProcessSandbox."""
@@ -196,11 +159,24 @@ class ProcessBackend:
     def _separate_users(self) -> bool:
         return os.geteuid() == 0 and "pids" not in self._cgroups.own
 
-    @property
-    def _opened(self) -> Owner:
-        if self._owner is None:
-            raise SandboxError("the backend is not open; use it as `async with ProcessBackend() as backend:`")
-        return self._owner
+    async def _enter(self) -> None:
+        owner = self._opened
+        if self._control_groups:
+            self._cgroups = await asyncio.to_thread(Cgroups.find)
+        self._groups, own = Groups(self._cgroups, owner.name, self.limits), self._cgroups.own
+        self._rlimits = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
+        (owner.directory / _MOUNTED).mkdir(mode=0o711)
+        self.bwrap = await self._bubblewrap()
+        self._mounts = self.isolated and await self._launcher.can_mount()
+
+    async def _sweep(self, name: str) -> None:
+        await asyncio.to_thread(Cgroups.find().sweep, name)
+
+    async def _leave(self, name: str) -> None:
+        for sandbox in list(self._open):
+            await sandbox.close()
+        await asyncio.to_thread(self._cgroups.sweep, name)
+        await asyncio.to_thread(self._launcher.close)
 
     async def _bubblewrap(self) -> str | None:
         found = shutil.which("bwrap")

@@ -14,7 +14,8 @@ from rlagent.agent_program import run_agent
 from rlagent.client import SessionHandle
 from rlagent.errors import RolloutError, SandboxError
 from rlagent.sandboxes.base import Door
-from rlagent.sandboxes.docker import DockerBackend, DockerSandbox
+from rlagent.sandboxes.docker import DockerBackend
+from rlagent.sandboxes.docker_sandbox import DockerSandbox
 from rlagent.sandboxes.process import ProcessSandbox
 
 SESSION = SessionHandle(session_id="s1", base_url="http://127.0.0.1:9/sessions/s1/v1", api_key="k1")
@@ -130,7 +131,7 @@ async def test_a_sandbox_sees_the_places_it_is_told_to_and_cannot_write_them(tmp
 
 
 async def test_a_container_has_no_door() -> None:
-    sandbox = DockerSandbox(DockerBackend(image="none"), None)  # type: ignore[arg-type]
+    sandbox = DockerSandbox(DockerBackend(image="none"), None, None)  # type: ignore[arg-type]
     with pytest.raises(SandboxError, match="network=True"):
         await run_agent(["true"], SESSION, sandbox)
 

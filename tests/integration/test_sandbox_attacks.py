@@ -13,14 +13,14 @@ from sandbox_backends import MIB, TIGHT, alive, docker_backend, needs_bwrap, pro
 
 from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import Backend, Sandbox
-from rlagent.sandboxes.docker import DockerSandbox
+from rlagent.sandboxes.docker_sandbox import DockerSandbox
 
 WORKER = os.getpid()  # marks the commands of this test process: another one runs the same tests beside it
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Path]:
-    reason = missing("dockerd", "runc", "runsc", "busybox")
+    reason = missing("dockerd", "runc", "busybox")
     if reason is not None:
         pytest.skip(reason)
     with running_engine() as opened:
@@ -38,6 +38,8 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
             async with process_backend(request.param, Path(directory, "state")) as opened:
                 yield opened
             return
+        if request.param == "runsc" and (reason := missing("runsc")) is not None:
+            pytest.skip(reason)
         engine = request.getfixturevalue("engine")
         async with docker_backend(request.param, Path(directory, "state"), engine) as box:
             box.image = (await box.import_directory(make_root(Path(directory, "root")))).name

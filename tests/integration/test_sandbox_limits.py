@@ -1,6 +1,7 @@
 """How a command comes under its limits: before anything of it runs, whichever means the machine has, and for each sandbox anew."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from rlagent.sandboxes.cgroup_reuse import Groups
 from rlagent.sandboxes.cgroups import Cgroups
 from rlagent.sandboxes.process_backend import ProcessBackend
 
+WORKER = os.getpid()  # another process may run the same tests beside this one
 needs_groups = pytest.mark.skipif(not Cgroups.find().own, reason="control groups cannot be written here")
 
 
@@ -62,7 +64,8 @@ async def test_a_command_is_in_every_group_and_this_process_in_none() -> None:
 
 @needs_groups
 def test_a_group_serves_again_only_when_it_is_empty() -> None:
-    groups = Groups(Cgroups.find(), "test-reuse", replace(TIGHT, cpus=None))
+    cgroups = Cgroups.find()
+    groups = Groups(cgroups, f"test-reuse-{WORKER}", replace(TIGHT, cpus=None))
     try:
         one, other = groups.take(), groups.take()
         assert one is not None
@@ -75,17 +78,18 @@ def test_a_group_serves_again_only_when_it_is_empty() -> None:
         assert one.is_clean()
         groups.give_back(one)
     finally:
-        groups.close()
+        cgroups.sweep(f"test-reuse-{WORKER}")
     assert not any(path.exists() for path in one.directories.values())
 
 
 @needs_groups
 def test_only_the_groups_are_made_that_hold_something() -> None:
-    groups = Groups(Cgroups.find(), "test-need", Limits(cpus=None))
+    cgroups = Cgroups.find()
+    groups = Groups(cgroups, f"test-need-{WORKER}", Limits(cpus=None))
     try:
         taken = groups.take()
         assert taken is not None
         assert "cpu" not in taken.directories or taken.version == 2
         assert "memory" in taken.directories
     finally:
-        groups.close()
+        cgroups.sweep(f"test-need-{WORKER}")

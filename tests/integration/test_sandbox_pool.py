@@ -1,15 +1,12 @@
-"""The pool with real process sandboxes: bounds, warm ones, forks of what was prepared once, and what a killed owner leaves."""
+"""The pool with real process sandboxes: bounds, warm ones, forks of what was prepared once."""
 
 import asyncio
-import os
-import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sandbox_backends import TIGHT, alive, needs_bwrap, process_backend
+from sandbox_backends import TIGHT, needs_bwrap, process_backend
 
 from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import Backend, Limits, Sandbox
@@ -79,45 +76,6 @@ async def test_a_failed_preparation_is_told_and_tried_again(backend: Backend) ->
             pass
     with pytest.raises(SandboxError, match="num_warm"):
         SandboxPool(backend, max_open=1, num_warm=1)
-
-
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-from rlagent.sandboxes.process_backend import ProcessBackend
-
-async def main():
-    async with ProcessBackend(state_directory=Path(sys.argv[1])) as backend:
-        one = await backend.open()
-        await one.write("x", b"x")
-        two = await one.fork()
-        runs = [asyncio.create_task(box.exec(["sh", "-c", "setsid sleep 9000.5 & sleep 9000.5"])) for box in (one, two)]
-        await asyncio.sleep(0.3)
-        print("ready", flush=True)
-        await asyncio.gather(*runs)
-
-asyncio.run(main())
-"""
-
-
-async def test_a_killed_owner_leaves_nothing_once_the_next_has_started(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    owner = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OWNER, str(state), stdout=asyncio.subprocess.PIPE, start_new_session=True
-    )
-    assert owner.stdout is not None
-    assert await owner.stdout.readline() == b"ready\n"
-    os.kill(owner.pid, signal.SIGKILL)
-    await owner.wait()
-    left = [path.stem for path in state.glob("*.lock")]
-    assert len(left) == 1
-    async with process_backend("groups", state):
-        assert not (state / left[0]).exists()
-        assert alive("9000.5") == []
-        for group in Cgroups.find().own.values():
-            assert not (group / f"rlagent-{left[0]}").exists()
-    assert list(state.iterdir()) == []
-    assert str(state) not in Path("/proc/self/mounts").read_text()
 
 
 def test_control_groups_of_version_2_are_written_as_the_kernel_wants_them() -> None:

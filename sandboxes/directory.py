@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
@@ -34,11 +34,13 @@ async def exec_in(
     mark, timed_out, began = secrets.token_hex(8), False, time.perf_counter()
     guard = shutil.which("setpriv")  # a program must not outlive a worker that was killed
     line = [*([guard, "--pdeathsig", "KILL", "--"] if guard else []), program, *argv[1:]]
-    with ExitStack() as ours:
+    async with AsyncExitStack() as ours:
         content = spawn.standard_input(stdin)
         ours.callback(os.close, content)
         out, err = Capture(output_limit_bytes), Capture(output_limit_bytes)
         ends = (content, out.open(), err.open())
+        for capture in (out, err):
+            ours.push_async_callback(capture.close, _DRAIN_S)
         try:
             process = spawn.start(line, env={**env, _MARK: mark}, cwd=directory, files=ends, keep=(), user=0)
         finally:
@@ -53,8 +55,6 @@ async def exec_in(
             kill_group(process.pid)
             await asyncio.to_thread(kill_marked, f"{_MARK}={mark}")
             code = process.wait()
-            await out.close(_DRAIN_S)
-            await err.close(_DRAIN_S)
     return ExecResult(
         exit_code=code if code >= 0 and not timed_out else None, signal=signal.SIGKILL if timed_out else -code if code < 0 else None,
         timed_out=timed_out, out_of_memory=False, truncated=out.truncated or err.truncated, stdout=out.data, stderr=err.data,

@@ -23,6 +23,7 @@ from bfcl_eval.constants import executable_backend_config as backends
 from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker as checker
 
+from rlagent.ending import plain_errors
 from rlagent.envs.converse import converse
 from rlagent.envs.tools import Tool, Toolbox, parsed_arguments
 from rlagent.envs.verifiers.attempt import Endpoint
@@ -141,5 +142,6 @@ def _schema(given: Any) -> Any:
 
 
 if __name__ == "__main__":
-    for made in tasks(sys.argv[1] if len(sys.argv) > 1 else CATEGORIES[0]):
-        sys.stdout.write(json.dumps(made) + "\n")
+    with plain_errors():
+        for made in tasks(sys.argv[1] if len(sys.argv) > 1 else CATEGORIES[0]):
+            sys.stdout.write(json.dumps(made) + "\n")

@@ -8,28 +8,37 @@ Entry i of seed s is entry 0 of seed s + i: keep the seeds of training and held-
 """
 
 import argparse
+import difflib
 import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
+from rlagent.ending import plain_errors
 from rlagent.envs.converse import converse
 from rlagent.envs.verifiers import Attempt, Check, Isolated, Rubric
 from rlagent.envs.verifiers.attempt import Endpoint
 from rlagent.errors import ConfigError, LoadError
+from rlagent.rollout import read_tasks
 from rlagent.types import Reward
 
 
 @functools.cache
 def _dataset(name: str, seed: int, config: str) -> Any:
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=5)
+        hint = f"near: {', '.join(near)}" if near else f"known: {', '.join(sorted(DATASETS))}"
+        raise ConfigError(f"reasoning-gym has no data set {name!r}; {hint}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=1, **json.loads(config))
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym's {name!r} with {config}: {error}") from error
+        raise ConfigError(f"reasoning-gym's data set {name!r} with the settings {config}: {error}") from error
 
 
 def entry(name: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,20 +97,29 @@ async def rollout(task: Mapping[str, Any], session: Endpoint) -> Reward:
     return await _rubric().reward(attempt)
 
 
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, e.g. '{{\"max_value\": 20}}'")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write tasks as JSON lines."""
     parser = argparse.ArgumentParser(prog="python -m rlagent.envs.reasoning", description=main.__doc__)
     parser.add_argument("dataset", help="a name of reasoning-gym's, e.g. spell_backward")
     parser.add_argument("--num", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first task; the following count up")
-    parser.add_argument("--config", type=json.loads, default={}, help="the data set's settings as JSON")
+    parser.add_argument("--config", type=_settings, default={}, help="the data set's settings as JSON")
     parser.add_argument("--instruction", default="", help="a system message")
-    parser.add_argument("--without", help="a task file whose questions are left out")
+    parser.add_argument("--without", type=Path, help="a task file whose questions are left out")
     given = parser.parse_args(argv)
     known: list[str] = []
-    if given.without:
-        with open(given.without, encoding="utf-8") as file:
-            known = [json.loads(line)["question"] for line in file]
+    if given.without is not None:
+        known = [task["question"] for task in read_tasks(given.without)]
     for task in tasks(
         given.dataset, given.num, seed=given.seed, config=given.config, instruction=given.instruction, without=known
     ):
@@ -109,4 +127,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

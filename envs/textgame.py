@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rlagent.ending import plain_errors
 from rlagent.envs.converse import converse
 from rlagent.envs.verifiers.attempt import Endpoint, Message, text_of
 from rlagent.errors import ConfigError
@@ -24,6 +25,7 @@ from rlagent.types import Reward
 
 _MAX_ACTIONS: Final = 50
 FOLDS: Final = ("train", "dev", "test")
+GAMES: Final = ("cookingworld", "twc", "coin", "mapreader", "arithmetic", "sorting", "simonsays", "peckingorder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,9 @@ async def rollout(task: Mapping[str, Any], session: Endpoint) -> Reward:
 def tasks(
     game: str, num: int, *, params: str = "", fold: str = "train", seed: int = 0, **more: Any
 ) -> list[dict[str, Any]]:
-    """So many episodes. Folds share no episode: the package keeps them apart by seed."""
+    """So many episodes. Folds share no episode: the package keeps them apart by seed. ConfigError for an unknown game or fold."""
+    if game not in GAMES:
+        raise ConfigError(f"game is {game!r}; use one of {', '.join(GAMES)}")
     if fold not in FOLDS:
         raise ConfigError(f"fold is {fold!r}; use one of {', '.join(FOLDS)}")
     return [
@@ -126,7 +130,7 @@ def tasks(
 def main(argv: Sequence[str] | None = None) -> None:
     """Write tasks as JSON lines."""
     parser = argparse.ArgumentParser(prog="python -m rlagent.envs.textgame", description=main.__doc__)
-    parser.add_argument("game", help="cookingworld, twc, coin, mapreader, arithmetic, sorting, simonsays, peckingorder")
+    parser.add_argument("game", help=", ".join(GAMES))
     parser.add_argument("--num", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--params", default="", help="the game's own, e.g. numLocations=2,includeDoors=0")
@@ -141,4 +145,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

@@ -8,7 +8,6 @@ effect. Invariant: every failure is a RouterError that carries the router's own 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import orjson
 from rlagent.buffer.leases import RestoreReport
 from rlagent.buffer.status import BufferStatus
 from rlagent.errors import RouterError
+from rlagent.finite import not_finite
 from rlagent.types import Lease, Reward
 from rlagent.wire import decode_lease
 
@@ -278,12 +278,8 @@ class RouterClient:
 
 def _encoded(body: Json) -> bytes:
     """JSON; RouterError for a number that has none (orjson would write null, and a reward would be none)."""
-    try:
-        json.dumps(body, allow_nan=False)
-    except ValueError as error:
-        raise RouterError(
-            f"{body!r:.200} holds a number that is not finite; a reward must be a finite number"
-        ) from error
+    for name, value in not_finite(body):
+        raise RouterError(f"{name} = {value} has no place in JSON; give a finite number")
     return orjson.dumps(body)
 
 

@@ -7,9 +7,9 @@ current directory. `run.dir` is always relative to the current directory.
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,8 +18,12 @@ from rlagent.alarm_rules import DEFAULT_ALARMS, AlarmRule
 from rlagent.buffer.config import BufferConfig
 from rlagent.engine.config import EngineConfig
 from rlagent.errors import ConfigError
+from rlagent.finite import not_finite
 from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.trainer.config import CheckpointConfig, LearnerConfig, ParallelConfig, SyncConfig
+
+# The data buffer's file in a run's directory, where buffer.path names no other.
+BUFFER_NAME: Final = "buffer.db"
 
 
 class RunConfig(BaseModel):
@@ -139,7 +143,7 @@ class Config(BaseModel):
     @property
     def buffer_path(self) -> Path:
         """The SQLite file of the data buffer."""
-        return self.buffer.path if self.buffer.path is not None else self.run.dir / "buffer.db"
+        return self.buffer.path if self.buffer.path is not None else self.run.dir / BUFFER_NAME
 
 
 # Settings that are paths, resolved against the TOML file that names them.
@@ -168,9 +172,12 @@ def load_config(
 def build_config(tree: Mapping[str, Any]) -> Config:
     """Validate a plain tree. Raises ConfigError."""
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("\n".join(_explain(item) for item in _causes(error.errors()))) from None
+    for name, value in not_finite(config.model_dump()):
+        raise ConfigError(f"{name} = {value}: no setting is without bound; give a finite number")
+    return config
 
 
 def dump_config(config: Config) -> str:
@@ -258,6 +265,14 @@ def _put(tree: dict[str, Any], name: str, value: object) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"{name!r}: {parent!r} is a value, not a section")
     tree[last] = value
+
+
+def _causes(items: Sequence[Any]) -> Iterator[Any]:
+    """Without what only follows: a list that is too short because its items were refused."""
+    places = [tuple(item["loc"]) for item in items]
+    for item, place in zip(items, places, strict=True):
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in places):
+            yield item
 
 
 def _explain(item: Any) -> str:

@@ -90,3 +90,10 @@ class MovedError(ConflictError):
 
 class NotFoundError(StoreError):
     """The data buffer holds no session, lease or publish of this name."""
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions a group is made of, or the exception itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]

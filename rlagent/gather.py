@@ -1,6 +1,6 @@
 """What a learner step trains on: one lease, or with dynamic sampling as many as it takes to fill the step.
 
-In the flow: train.py asks for a step's groups; those without variance in their rewards teach nothing and are left out (DAPO, arXiv
+In the flow: loop.py asks for a step's groups; those without variance in their rewards teach nothing and are left out (DAPO, arXiv
 2503.14476, sec. 3.2). Invariant: every lease that was taken is consumed with the step, the groups left out included, so that a
 resume is given the same leases and leaves out the same groups.
 """

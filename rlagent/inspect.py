@@ -1,27 +1,22 @@
 """`rlagent inspect`: a session's trajectories in the terminal, each token coloured by what the learner does with it.
 
-In the flow it stands at the end: it reads the rows that a learner would be given, from a run's directory, a buffer's file or a
-running router. Invariant: what is shown are the recorded ids, one piece of text each; nothing is tokenised.
+In the flow it stands at the end: recorded_session.py reads the rows that a learner would be given.
+Invariant: what is shown are the recorded ids, one piece of text each; nothing is tokenised.
 """
 
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlagent.client import RouterClient
-from rlagent.errors import LoadError, NotFoundError
-from rlagent.recorded import recorded_buffer
-from rlagent.router.shown import call_json, session_json, trajectory_json
-from rlagent.router.tokenizer import Detokenizer, Tokenizer
-
-Json = Mapping[str, Any]
+from rlagent.errors import NotFoundError
+from rlagent.recorded_session import Json, Recorded
+from rlagent.router.tokenizer import Detokenizer
 
 PROMPT: Final = "bright_black"
 UNTRAINED: Final = "cyan"
@@ -37,45 +32,6 @@ _VISIBLE: Final = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", "\r": "␍"})
 _UNFINISHED: Final = "·"  # a token that ends within a character
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A session as the router shows it, and the tokenizer that its ids belong to."""
-
-    session: Json
-    calls: Sequence[Json]
-    rows: Sequence[Json]
-    tokenizer: Tokenizer
-
-
-async def read(source: str, session_id: str, *, admin_key: str | None, model: Path | None) -> Recorded:
-    """A session of a router (http://...), a run directory or a buffer's file. NotFoundError if there is none of that id."""
-    if source.startswith(("http://", "https://")):
-        async with RouterClient(source, admin_key=admin_key) as client:
-            session, calls = await client.session(session_id), await client.calls(session_id)
-            rows, snapshot = await client.trajectories(session_id), (await client.policy())["snapshot"]
-            known = None if snapshot is None else snapshot["path"]
-    else:
-        async with recorded_buffer(Path(source)) as buffer:
-            found = await buffer.session(session_id)
-            if found is None:
-                newest = ", ".join(one.session_id for one in await buffer.sessions(limit=3))
-                raise NotFoundError(f"{source} holds no session {session_id!r}; the newest are: {newest or 'none'}")
-            by_id = {call.call_id: call for call in await buffer.calls(session_id)}
-            session, calls = session_json(found), [call_json(call, by_id) for call in by_id.values()]
-            rows = [trajectory_json(row) for row in await buffer.trajectories(session_id)]
-            policy = buffer.newest_snapshot()
-            known = None if policy is None else policy.snapshot
-    return Recorded(session=session, calls=calls, rows=rows, tokenizer=_tokenizer(model, known))
-
-
-def _tokenizer(model: Path | None, known: str | None) -> Tokenizer:
-    if model is None and (known is None or not Path(known).is_dir()):
-        raise LoadError(
-            f"the model directory {known!r} is not on this machine; name one with its tokenizer by --model DIR"
-        )
-    return Tokenizer.load(model if model is not None else Path(str(known)))
-
-
 def show(recorded: Recorded, console: Console, *, row: int | None = None, tokens: bool = False) -> None:
     """Print the session, its calls, and its rows (or one of them, 1 is the first); `tokens`: a line for each token."""
     if row is not None and not 1 <= row <= len(recorded.rows):
@@ -88,6 +44,21 @@ def show(recorded: Recorded, console: Console, *, row: int | None = None, tokens
             console.print(_table(one, recorded) if tokens else _text(one, recorded, number), soft_wrap=not tokens)
     if not tokens:
         console.print(_legend(), soft_wrap=True)
+
+
+def show_newest(sessions: Sequence[Json], console: Console) -> None:
+    """Print a line for each session: what to name, and what became of it."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("session", "opened", "state", "status", "task", "group", "reward"):
+        table.add_column(name, justify="right" if name == "reward" else "left", no_wrap=name == "session")
+    for session in sessions:
+        reward = session["reward"]
+        table.add_row(
+            session["session_id"], time.strftime("%m-%d %H:%M:%S", time.localtime(session["created_at"])), session["state"],
+            session["status"] or "", session["task_id"] or "", session["group_id"] or "",
+            "" if reward is None else f"{reward['total']:g}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def _facts(recorded: Recorded) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlagent.buffer import Buffer
 from rlagent.buffer.config import BufferConfig
-from rlagent.config import Config, build_config
+from rlagent.config import BUFFER_NAME, Config, build_config
 from rlagent.errors import LoadError
 from rlagent.run_directory import RunDirectory
 
@@ -20,12 +20,26 @@ from rlagent.run_directory import RunDirectory
 def recorded_config(run_dir: Path) -> Config:
     """The config of a run. LoadError if the directory holds none."""
     run = RunDirectory(run_dir)
+    if not run_dir.exists():
+        raise LoadError(f"{str(run_dir)!r} does not exist; name the directory of a run")
     if not run.config.is_file():
-        raise LoadError(f"{str(run_dir)!r} is no run directory: it has no config.toml")
+        served = (run_dir / BUFFER_NAME).is_file()
+        raise LoadError(
+            f"{str(run_dir)!r} is of `rlagent serve`, which does not train: `rlagent inspect {run_dir}` lists its sessions; what was "
+            "trained on them is in the run directory of `rlagent train --router`"
+            if served else f"{str(run_dir)!r} is no run directory: it has no config.toml"
+        )  # fmt: skip
     return build_config(tomllib.loads(run.config.read_text(encoding="utf-8")))
 
 
 def _config_of(place: Path) -> Config:
+    """Settings that name the buffer of a SQLite file, of the directory `rlagent serve` keeps one in, or of a run."""
+    if not place.exists():
+        raise LoadError(
+            f"{str(place)!r} does not exist; name a run's directory, a buffer's file, or a router's URL (http://...)"
+        )
+    if place.is_dir() and not RunDirectory(place).config.is_file() and (place / BUFFER_NAME).is_file():
+        place = place / BUFFER_NAME
     return Config(buffer=BufferConfig(path=place)) if place.is_file() else recorded_config(place)
 
 

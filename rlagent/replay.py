@@ -6,6 +6,7 @@ newest weights. Invariant: the recorded run is only read; under its own settings
 
 import itertools
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +22,10 @@ from rlagent.display import Display
 from rlagent.errors import LoadError
 from rlagent.gather import useful
 from rlagent.launch.local import LocalRanks
+from rlagent.model_directory import model_context
 from rlagent.recorded import recorded_buffer, recorded_config
 from rlagent.run_directory import RunDirectory
-from rlagent.train import model_context, rank_spec
+from rlagent.train import rank_spec
 from rlagent.trainer.batch import pack
 from rlagent.trainer.metrics import data_metrics
 from rlagent.trainer.teacher import with_teacher
@@ -46,11 +48,14 @@ async def replay(config: Config, recorded: Path) -> Replayed:
     """Train on the recorded batches in order, from the model directory on; writes metrics and the model to config.run.dir."""
     before = {record["step"]: record for record in RunDirectory(recorded).read_metrics()}
     run = RunDirectory.create(config)
-    async with recorded_buffer(recorded) as buffer, LocalRanks(rank_spec(config), run.logs) as ranks:
-        run.begin(config)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(run.starting())
+        buffer = await stack.enter_async_context(recorded_buffer(recorded))
         history = by_step(await buffer.lineage())
         if not history:
             raise LoadError(f"{str(recorded)!r} was not trained: its data buffer knows no consumption")
+        ranks = await stack.enter_async_context(LocalRanks(rank_spec(config), run.logs))
+        run.begin(config)
         equal = 0
         with Display() as display:
             display.title(f"{run.path}: replay of {len(history)} steps of {recorded}")

@@ -87,8 +87,10 @@ def read_tasks(path: Path) -> list[Task]:
             continue
         try:
             task = json.loads(line)
-        except ValueError as error:
-            raise LoadError(f"{path}:{number}: not valid JSON ({error}); each line is one task object") from error
+        except json.JSONDecodeError as error:
+            raise LoadError(
+                f"{path}:{number}: not valid JSON ({error.msg}, at character {error.colno}); each line is one task object"
+            ) from error
         if not isinstance(task, dict):
             raise LoadError(f"{path}:{number}: a task is a JSON object, not {type(task).__name__}")
         tasks.append(task)

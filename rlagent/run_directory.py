@@ -9,12 +9,13 @@ import json
 import shutil
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from rlagent.config import Config, absolute_paths, build_config, dump_config
-from rlagent.errors import ConfigError
+from rlagent.errors import ConfigError, LoadError
 
 # Settings that may differ between a run and its resume: they change how, not what, is learned.
 _FREE_ON_RESUME: Final = ("run.steps", "run.dir", "eval.", "checkpoint.", "router.", "engine.", "rollout.workers",
@@ -36,6 +37,7 @@ class RunDirectory:
         self.reward_plot = path / "reward.png"
         self.config = path / "config.toml"
         self.failures = self.logs / "failed_rollouts.log"
+        self._made: list[Path] = []  # directories that were not there before, the outermost first
 
     @classmethod
     def create(cls, config: Config) -> "RunDirectory":
@@ -70,10 +72,14 @@ class RunDirectory:
         return run
 
     def _make(self) -> None:
+        wanted = (*reversed(self.path.parents), self.path, self.logs, self.checkpoints, self.snapshots)
         try:
-            for directory in (self.path, self.logs, self.checkpoints, self.snapshots):
-                directory.mkdir(parents=True, exist_ok=True)
+            for directory in wanted:
+                if not directory.is_dir():
+                    directory.mkdir(exist_ok=True)
+                    self._made.append(directory)
         except OSError as error:
+            self._unmake(empty_only=True)
             raise ConfigError(
                 f"run directory {str(self.path)!r} cannot be made: {error}; name another by --run-dir DIR"
             ) from error
@@ -81,6 +87,32 @@ class RunDirectory:
     def begin(self, config: Config) -> None:
         """Write the resolved config: from now on the directory holds a run. A start that failed before leaves none."""
         self.config.write_text(dump_config(absolute_paths(config)), encoding="utf-8")
+        self._made.clear()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around everything up to `begin`: what `create` made goes again when a setting is at fault.
+
+        After any other failure only what holds nothing goes: a log may say why.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._unmake(empty_only=not isinstance(error, (ConfigError, LoadError)))
+            raise
+
+    def _unmake(self, *, empty_only: bool) -> None:
+        """Take back the directories that this object made; those that hold something too, unless `empty_only`."""
+        for directory in reversed(self._made):
+            if not empty_only and directory.is_relative_to(self.path):
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
+            for log in directory.glob("*.log"):
+                if not log.stat().st_size:
+                    log.unlink()
+            with suppress(OSError):  # it holds something, also of someone else
+                directory.rmdir()
+        self._made.clear()
 
     def snapshot(self, version: int) -> Path:
         """Where the Hugging Face snapshot of a version stands."""

@@ -13,21 +13,21 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from aiohttp import web
 
 from rlagent.buffer import Buffer
 from rlagent.buffer.config import BufferConfig
 from rlagent.engine.config import EngineConfig
-from rlagent.errors import ConfigError, EngineError, LoadError, RouterError, StoreError
+from rlagent.errors import ConfigError, EngineError, StoreError
 from rlagent.launch.engine_command import on_cpu
 from rlagent.launch.engines import engine_processes, start_all, watch_attached
+from rlagent.model_directory import read_model, text_part
 from rlagent.router.app import Parts, make_app
 from rlagent.router.auth import is_loopback
 from rlagent.router.balance import Pool
@@ -58,7 +58,7 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready` gets the base URL once calls can be answered.
 
-    ConfigError, LoadError, RouterError, StoreError and EngineError say what to mend.
+    ConfigError, LoadError, StoreError and EngineError say what to mend.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -100,15 +100,18 @@ async def serving(
             f"router.host = {router.host!r} can be reached from other machines and router.admin_key is not set; set one, "
             "or bind 127.0.0.1"
         )
+    if engine.kind == "attach" and not engine.urls:
+        raise ConfigError("engine.kind = 'attach' needs engine.urls, e.g. ['http://127.0.0.1:30000']")
     model_dir = _absolute(model_dir)
-    model = _read_model(model_dir)
+    model = read_model(model_dir)
     renderer = Renderer.load(model_dir, router.family, placeholder_of(model))
-    text = _text_part(model)
+    text = text_part(model)
     vocabulary = max(int(text["vocab_size"]), renderer.tokenizer.size)
     context = int(text["max_position_embeddings"])
     engine = _with_flags(engine, router)
     if engine.kind == "embedded" or (engine.kind == "sglang" and on_cpu(engine)):
         context = min(context, engine.max_total_tokens)
+    await _probe_port(router)
     async with AsyncExitStack() as stack:
         store = await Buffer.open(buffer_path, buffer)
         stack.push_async_callback(store.close)
@@ -171,8 +174,6 @@ async def _engines(
 ) -> tuple[Pool, Policies, list[_Keeper]]:
     """Engines that hold known weights, and what keeps each in rotation."""
     if config.kind == "attach":
-        if not config.urls:
-            raise ConfigError("engine.kind = 'attach' needs engine.urls, e.g. ['http://127.0.0.1:30000']")
         pool = Pool([make(url) for url in config.urls])
         policies = Policies(store, pool, router)
         stack.push_async_callback(policies.close)
@@ -202,17 +203,33 @@ async def _listening(parts: Parts) -> AsyncIterator[str]:
     runner = web.AppRunner(make_app(parts), access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_s)
     await runner.setup()
     try:
-        try:
+        with _says_which_port(config):
             await web.TCPSite(runner, config.host, config.port).start()
-        except OSError as error:
-            why = "the port is in use" if error.errno == errno.EADDRINUSE else str(error)
-            raise RouterError(
-                f"cannot listen on {config.host}:{config.port}: {why}; choose another router.port (0 takes a free one)"
-            ) from error
         host, port = runner.addresses[0][:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
         await runner.cleanup()
+
+
+async def _probe_port(config: RouterConfig) -> None:
+    """A port that is taken is said before a database is opened or an engine loads its weights."""
+    with _says_which_port(config):
+        server = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, config.host, config.port, start_serving=False
+        )
+    server.close()
+    await server.wait_closed()
+
+
+@contextmanager
+def _says_which_port(config: RouterConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else str(error)
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {why}; choose another router.port (0 takes a free one)"
+        ) from error
 
 
 async def _expire(parts: Parts) -> None:
@@ -230,21 +247,3 @@ async def _expire(parts: Parts) -> None:
 def _absolute(path: Path) -> Path:
     """The initial snapshot's name must hold for engines and for a resume from elsewhere."""
     return path.absolute()
-
-
-def _read_model(model_dir: Path) -> dict[str, Any]:
-    path = model_dir / "config.json"
-    try:
-        found: dict[str, Any] = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise LoadError(f"{str(model_dir)!r} is no Hugging Face model directory: {error}") from error
-    for name in ("vocab_size", "max_position_embeddings"):
-        if not isinstance(_text_part(found).get(name), int):
-            raise LoadError(f"{path} does not say {name}; take the config.json the model came with")
-    return found
-
-
-def _text_part(model: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the language model, which a model with vision has beside that."""
-    text = model.get("text_config")
-    return model | text if isinstance(text, dict) else model

@@ -52,8 +52,14 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         refused("engine", "--model", str(MODEL), "--port", port, words=(port, "--port"))
         refused(
-            "serve", "--model", str(MODEL), "--port", port, "--buffer", str(tmp_path / "b.db"), words=(port, "in use")
-        )
+            "serve", "--model", str(MODEL), "--port", port, "--buffer", str(tmp_path / "of" / "b.db"),
+            words=(port, "in use"),
+        )  # fmt: skip
+        refused(
+            "train", "--model", str(MODEL), "--run-dir", str(tmp_path / "runs" / "mine"), "-s", f"router.port={port}",
+            words=(port, "in use"),
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_database_that_is_not_there() -> None:
@@ -76,6 +82,7 @@ def test_a_task_file_with_a_broken_line(tmp_path: Path) -> None:
         "train", "--model", str(MODEL), "--tasks", str(tmp_path / "tasks.jsonl"), "--rollout-function-path", "x.py:f",
         "--run-dir", str(tmp_path / "run"), words=("tasks.jsonl:2",),
     )  # fmt: skip
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,7 @@ def test_a_rollout_function_that_cannot_be_had(tmp_path: Path, content: str | No
         "train", "--model", str(MODEL), "--tasks", str(tmp_path / "tasks.jsonl"), "--rollout-function-path", f"{file}:rollout",
         "--run-dir", str(tmp_path / "run"), words=("rollout function", *words),
     )  # fmt: skip
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_router_that_is_not_there(tmp_path: Path) -> None:
@@ -109,6 +117,7 @@ def test_a_router_that_is_not_there(tmp_path: Path) -> None:
         str(tmp_path / "run"),
         words=("127.0.0.1:9",),
     )
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_export_of_nothing(tmp_path: Path) -> None:

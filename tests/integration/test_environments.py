@@ -13,7 +13,7 @@ from sandbox_backends import needs_bwrap
 from rlagent.envs import bfcl, coding, openenv_server, reasoning, textgame
 from rlagent.envs.openenv_client import OpenEnv, Step
 from rlagent.envs.verifiers import Attempt
-from rlagent.errors import ConfigError, EnvironmentFailedError
+from rlagent.errors import ConfigError, EnvironmentFailedError, LoadError
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="TextWorld-Express needs Java")
 
@@ -51,7 +51,11 @@ def test_reasoning_tasks_are_lines_that_rebuild_themselves(capsys: pytest.Captur
     assert len({task["question"] for task in made} | set(others)) == 10
     for task in made:
         assert reasoning.entry(task["dataset"], task["seed"], task["config"])["question"] == task["question"]
-    with pytest.raises(ConfigError, match="nonsense"):
+    with pytest.raises(ConfigError, match="no data set 'spell_backwards'; near: spell_backward"):
+        reasoning.main(["spell_backwards"])
+    with pytest.raises(LoadError, match=r"none\.jsonl"):
+        reasoning.main(["gcd", "--without", str(tmp_path / "none.jsonl")])
+    with pytest.raises(ConfigError, match=r"'nonsense'; known: .*spell_backward"):
         list(reasoning.tasks("nonsense", 1))
     with pytest.raises(ConfigError, match="questions with these settings, not 50"):
         list(reasoning.tasks("gcd", 50, config={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}))

@@ -11,7 +11,9 @@ from rich.console import Console
 from router_harness import EOS, MODEL, TOKENIZER, USER, in_turn, router, said
 
 from rlagent.errors import LoadError, NotFoundError
-from rlagent.inspect import TRAINED, UNTRAINED, Recorded, read, show
+from rlagent.inspect import TRAINED, UNTRAINED, show, show_newest
+from rlagent.recorded import recorded_config
+from rlagent.recorded_session import Recorded, newest, read
 
 
 def printed(recorded: Recorded, **options: object) -> Console:
@@ -76,7 +78,29 @@ async def test_colours_follow_mask_and_probability(tmp_path: Path) -> None:
     assert all(style in html for style in wanted[:2])  # the unlikely answer, and the likely ones
 
 
+async def test_the_newest_sessions_are_listed_from_a_router_and_from_serves_directory(tmp_path: Path) -> None:
+    async with router(tmp_path, in_turn(said("one"), said("two"))) as r:
+        first, second = [(await r.chat(key=key)).headers["x-rlagent-session"] for key in ("a", "b")]
+        await r.admin.finish(first, reward=0.25)
+        served = await newest(r.url, admin_key=None)
+        stored = await newest(str(tmp_path), admin_key=None)
+        assert (await read(str(tmp_path), first, admin_key=None, model=None)).rows
+        with pytest.raises(LoadError, match=r"of `rlagent serve`.*lists its sessions"):
+            recorded_config(tmp_path)
+    assert [session["session_id"] for session in served] == [second, first]
+    assert served == stored
+    console = Console(record=True, width=160, file=StringIO())
+    show_newest(served, console)
+    lines = console.export_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["session", second, first]
+    assert lines[2].split()[-1] == "0.25"
+
+
 async def test_a_place_without_a_run_and_a_model_that_is_elsewhere_are_said(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="does not exist"):
+        await read(str(tmp_path / "none"), "s", admin_key=None, model=None)
+    with pytest.raises(LoadError, match="does not exist"):
+        recorded_config(tmp_path / "none")
     with pytest.raises(LoadError, match="no run directory"):
         await read(str(tmp_path), "s", admin_key=None, model=None)
     async with router(tmp_path, in_turn(said("one"))) as r:

@@ -120,6 +120,6 @@ async def test_a_bind_for_others_needs_an_admin_key(tmp_path: Path) -> None:
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async with router(tmp_path / "a", always(said("ok"))) as r:
         port = int(r.url.rpartition(":")[2])
-        with pytest.raises(RouterError, match="in use"):
+        with pytest.raises(ConfigError, match="in use"):
             async with router(tmp_path / "b", always(said("ok")), config=RouterConfig(port=port)):
                 pass

@@ -23,7 +23,8 @@ from rich.console import Console
 from router_harness import MODEL, Harness, always, error_of, in_turn, router, said
 from vision_model import png, uri, vision_directory
 
-from rlagent.inspect import read, show
+from rlagent.inspect import show
+from rlagent.recorded_session import read
 from rlagent.router.config import RouterConfig, SamplingConfig
 from rlagent.router.tokenizer import Tokenizer
 

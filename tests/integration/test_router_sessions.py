@@ -90,8 +90,10 @@ async def test_a_reward_that_is_no_finite_number_is_400(tmp_path: Path, reward: 
 async def test_our_own_client_sends_no_reward_that_json_cannot_hold(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("ok"))) as r:
         session_id = (await r.chat()).headers["x-rlagent-session"]
-        with pytest.raises(RouterError, match="finite"):
+        with pytest.raises(RouterError, match=r"^reward = nan has no place in JSON; give a finite number"):
             await r.admin.finish(session_id, reward=math.nan)
+        with pytest.raises(RouterError, match=r"^reward\.format = -inf "):
+            await r.admin.reward(session_id, {"correct": 1.0, "format": -math.inf})
         assert (await r.admin.session(session_id))["state"] == "open"
 
 

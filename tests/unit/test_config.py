@@ -18,6 +18,10 @@ def test_defaults_are_a_valid_config() -> None:
         ("lerner.x=1", ["lerner", "did you mean 'learner'"]),
         ("learner.optimizer.lrr=1", ["learner.optimizer.lrr", "did you mean 'lr'"]),
         ("learner.optimizer.lr=-1", ["learner.optimizer.lr", "-1", "greater than 0"]),
+        ("learner.optimizer.lr=inf", ["learner.optimizer.lr = inf", "finite"]),
+        ("learner.loss.entropy_coef=nan", ["learner.loss.entropy_coef = nan", "finite"]),
+        ("rollout.timeout_s=Infinity", ["rollout.timeout_s = inf", "finite"]),
+        ("rollout.timeout_s=soon", ["rollout.timeout_s = 'soon'", "number"]),
         ("router.port=99999", ["router.port", "99999"]),
         ("learner.loss.aggregation=tokenmean", ["learner.loss.aggregation", "tokenmean", "token_mean"]),
         ("parallel.sequence=true", ["parallel.tensor"]),
@@ -33,6 +37,15 @@ def test_a_bad_setting_is_named_with_its_value_and_the_fix(setting: str, words: 
         load_config(None, [setting])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_list_whose_only_item_is_refused_is_not_also_called_too_short() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^learner\.lora\.targets\.0 = 'qq_proj': Input should be 'q_proj', .*'down_proj'$"
+    ):
+        load_config(None, ['learner.lora.targets=["qq_proj"]'])
+    with pytest.raises(ConfigError, match="at least 1 item"):
+        load_config(None, ["learner.lora.targets=[]"])
 
 
 def test_set_wins_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:

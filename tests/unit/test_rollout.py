@@ -93,7 +93,7 @@ async def test_a_timeout_is_told_from_an_error() -> None:
 def test_a_broken_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"id": 1}\n\n{"id": \n')
-    with pytest.raises(LoadError, match=r"tasks\.jsonl:3"):
+    with pytest.raises(LoadError, match=r"tasks\.jsonl:3: not valid JSON \(Expecting value, at character 8\)"):
         read_tasks(file)
     file.write_text("[1]\n")
     with pytest.raises(LoadError, match="JSON object"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlagent.config import Config, load_config
-from rlagent.errors import ConfigError
+from rlagent.errors import ConfigError, EngineError, LoadError
 from rlagent.plot import plot_reward
 from rlagent.run_directory import RunDirectory
 
@@ -23,6 +23,35 @@ def begin(path: Path, *settings: str) -> RunDirectory:
 def test_a_start_that_failed_can_be_tried_again(tmp_path: Path) -> None:
     RunDirectory.create(config(tmp_path / "run"))
     RunDirectory.create(config(tmp_path / "run", "run.seed=1"))
+
+
+@pytest.mark.parametrize("error", [ConfigError("a setting"), LoadError("a file"), EngineError("it died")])
+def test_a_start_that_a_setting_ends_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    run = RunDirectory.create(config(tmp_path / "runs" / "mine"))
+    (run.logs / "serve.log").write_text("")
+    (run.path / "buffer.db").write_text("of the serve that was started")
+    with pytest.raises(type(error)), run.starting():
+        raise error
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert left == (["runs", "runs/mine", "runs/mine/buffer.db"] if isinstance(error, EngineError) else [])
+
+
+def test_a_start_that_failed_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "serve.log").write_text("of an earlier start")
+    run = RunDirectory.create(config(tmp_path / "run"))
+    with pytest.raises(ConfigError), run.starting():
+        raise ConfigError("a setting")
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["logs", "serve.log"]
+
+
+def test_a_run_that_began_is_kept_whatever_ends_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path / "run"))
+    run.begin(config(tmp_path / "run"))
+    with pytest.raises(ConfigError), run.starting():
+        raise ConfigError("a setting")
+    assert run.config.is_file()
+    assert run.logs.is_dir()
 
 
 def test_a_directory_that_holds_a_run_is_not_started_anew(tmp_path: Path) -> None:

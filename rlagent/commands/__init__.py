@@ -1,0 +1,1 @@
+"""The subcommands of `rlagent`, by what they are for; rlagent/cli.py names them."""

@@ -48,9 +48,11 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def prompt_ids(self) -> Int32Array:
-        """Everything up to and including this node's output."""
-        return np.concatenate([piece for node in self.chain for piece in (node.prompt_suffix, node.output_ids)])
+    def prompt_ids(self, *more: Int32Array) -> Int32Array:
+        """Everything up to and including this node's output, and `more` behind it."""
+        return np.concatenate(
+            [*(piece for node in self.chain for piece in (node.prompt_suffix, node.output_ids)), *more]
+        )
 
 
 @dataclass(frozen=True, slots=True)

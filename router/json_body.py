@@ -22,6 +22,7 @@ MAX_ARGUMENTS_DEPTH: Final = MAX_DEPTH - 16
 # Integers that JSON carries exactly, and that every store has a column for.
 MAX_INTEGER: Final = 2**53 - 1
 _MAX_TEXT: Final = 200  # characters of an id that a client chooses
+_NESTING: Final = (dict, list)  # looked through faster than a union of them
 _TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 B = TypeVar("B", bound=BaseModel)
@@ -62,13 +63,13 @@ def load_json(content: bytes, *, constants: bool = False) -> Any:
 
 def too_deep(value: Any, limit: int) -> bool:
     """Whether objects and arrays stand within one another deeper than that."""
-    level = [value] if isinstance(value, dict | list) else []
+    level = [value] if isinstance(value, _NESTING) else []
     for _ in range(limit):
         level = [
             inner
             for outer in level
             for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
+            if isinstance(inner, _NESTING)
         ]
         if not level:
             return False

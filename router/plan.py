@@ -148,7 +148,7 @@ def _extend(node: Node, renderer: Renderer, conversation: Conversation, reasonin
         if not len(suffix) or not _closes(renderer, node, int(suffix[0]), reasoning):
             return "foreign_stop"
         suffix = suffix[1:]
-    ids, images = np.concatenate([node.prompt_ids(), suffix]), conversation.images
+    ids, images = node.prompt_ids(suffix), conversation.images
     if not _placed(images, ids, renderer):
         return "image_sampled"
     return Plan(

@@ -160,8 +160,10 @@ def _grammar(body: Request) -> Grammar | None:
 
 
 def _message(found: Mapping[str, Any], index: int) -> Message:
+    role, text = _ROLES.get(str(found.get("role"))), found.get("content")
+    if role is not None and isinstance(text, str) and len(found) == 2:
+        return Message(role=role, content=text)  # most messages are no more than that
     where = f"messages.{index}"
-    role = _ROLES.get(str(found.get("role")))
     if role is None:
         raise invalid(f"{where}.role is {found.get('role')!r}; use one of {', '.join(_ROLES)}", "messages")
     reasoning = found.get("reasoning_content") or found.get("reasoning") or ""

@@ -1,6 +1,6 @@
 """A choice whose engine dies in mid-call: what it had told is kept as far as its versions are known."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ class Told:
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
 
     async def stream(
-        self, rid: str, ids: Int32Array, params: dict[str, Any], *, experts_from: int | None
+        self, rid: str, ids: Int32Array, params: dict[str, Any], *, experts_from: int | None, images: Sequence[str]
     ) -> AsyncIterator[Part]:
+        assert not images
         self.asked.append((ids.tolist(), params))
         life = self.lives.pop(0)
         for one in life:

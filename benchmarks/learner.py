@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from learner_peers import packed, padded, row_by_row
-from learner_rows import HALF_BILLION, PROMPT, SMALL, completion_lengths, make_batch, make_model
+from learner_rows import GROUP, HALF_BILLION, PROMPT, SMALL, completion_lengths, make_batch, make_model
 from machine import machine
 
 from rlagent.launch.local import free_port
@@ -114,8 +114,8 @@ def main() -> None:
         learner.close()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{machine()}, torch {torch.__version__}, {args.threads} threads")
-    print(f"{parameters / 1e6:.1f}M parameters; {args.rows} rows: prompts of {PROMPT}, completions of {min(lengths)} to "
-          f"{max(lengths)}, {sum(lengths)} sampled tokens")  # fmt: skip
+    print(f"{parameters / 1e6:.1f}M parameters; {args.rows} rows in groups of {GROUP}: prompts of {PROMPT}, completions of {min(lengths)} "
+          f"to {max(lengths)}, {sum(lengths)} sampled tokens")  # fmt: skip
     times = {name: (min(side.seconds[1:]), min(side.processor[1:])) for name, side in sides.items()}
     if args.trl:
         times["TRL GRPOTrainer"] = trl(args.trl, args)

@@ -13,6 +13,8 @@ from rlagent.types import Batch
 
 PROMPT = 64
 LONGEST = 512
+GROUP = 8
+"""Rows of a group have one prompt, as GRPO's do."""
 MEDIAN, SIGMA = 110.0, 0.9
 """Of the log-normal completion lengths: a mean near 150, and a tail that reaches LONGEST."""
 
@@ -64,15 +66,18 @@ def completion_lengths(rows: int, seed: int = 0) -> list[int]:
 
 
 def make_batch(lengths: list[int], vocab: int, *, padded: bool = False, seed: int = 0) -> Batch:
-    """Rows of PROMPT + length random tokens, all completion tokens sampled; `padded`: all as long as the longest."""
+    """Rows of a prompt of PROMPT and a completion of `length` random tokens, all of it sampled; `padded`: all as long as the longest."""
     rng = np.random.default_rng(seed)
     widths = [PROMPT + (max(lengths) if padded else length) for length in lengths]
     total = sum(widths)
     tokens = rng.integers(2, vocab, total).astype(np.int32)
     mask = np.zeros(total, dtype=bool)
     advantage = np.zeros(total, np.float32)
-    start = 0
-    for length, width in zip(lengths, widths, strict=True):
+    start = first = 0
+    for number, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        if number % GROUP == 0:
+            first = start
+        tokens[start : start + PROMPT] = tokens[first : first + PROMPT]
         mask[start + PROMPT : start + PROMPT + length] = True
         advantage[start + PROMPT : start + PROMPT + length] = rng.normal()
         start += width

@@ -24,12 +24,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 from datasets import Dataset
-from learner_rows import LONGEST, PROMPT, SMALL, completion_lengths, make_batch, make_model
+from learner_rows import GROUP, LONGEST, PROMPT, SMALL, completion_lengths, make_batch, make_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-GROUP = 8
 
 
 class Clock(TrainerCallback):

@@ -173,6 +173,11 @@ class BatchConfig(_Part):
 
     groups: int = Field(16, ge=1, description="groups a step")
     tokens: int = Field(16384, ge=16, description="token budget of one microbatch of one data-parallel rank")
+    share_prefixes: bool = Field(
+        True,
+        description="tokens that rows of a microbatch begin with in common (a group's prompt, a rollout's history before a branch) are "
+        "computed once; no logprob changes but by rounding. Without effect under context parallelism",
+    )
     updates: int = Field(1, ge=1, description="optimizer updates a step; the batch is split by rollouts")
     refill: int = Field(
         0,

@@ -64,7 +64,7 @@ def _predictors(hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> T
         hidden = megatron.tensor_parallel.gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False
         )
-    return gather_rows(hidden.squeeze(1), microbatch.predictors)
+    return gather_rows(hidden.squeeze(1), microbatch.predictors, repeated=microbatch.repeated)
 
 
 def _over_context(values: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:

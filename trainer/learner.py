@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +36,9 @@ from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model.architecture import read_architecture, read_config
 from rlagent.trainer.model.build import Policy, build_model, check_layout
 from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer, learning_rate
-from rlagent.trainer.plan import plan as plan_microbatches
 from rlagent.trainer.reference_policy import ReferencePolicy
 from rlagent.trainer.routing import replayable, routing_metrics
+from rlagent.trainer.shared_prefixes import plan_rows
 from rlagent.trainer.snapshot import SnapshotReader, SnapshotWriter
 from rlagent.trainer.weight_map import Rule
 from rlagent.types import Batch, Float32Array
@@ -129,13 +130,15 @@ class Learner:
 
     def _microbatches(self, batch: Batch) -> list[Microbatch]:
         """This rank's share of a batch."""
-        shares = plan_microbatches(
-            np.diff(batch.cu_seqlens).tolist(), budget=self.config.batch.tokens, ranks=self.plan.config.data
-        )
+        # Context parallelism cuts a stream where it likes, prefixes too: there each row is computed whole.
+        share = self.config.batch.share_prefixes and self.plan.config.context == 1
+        shares = plan_rows(batch, budget=self.config.batch.tokens, ranks=self.plan.config.data, share=share)
         own = [list(rows) for rows in shares[self.plan.data_rank]]
         if self.plan.config.virtual_pipeline > 1:  # the interleaved schedule runs as many at a time as there are stages
             own += [[]] * (-len(own) % self.plan.config.pipeline)
-        return [make_microbatch(batch, rows, self.plan, self.inverse_frequencies, self.dtype) for rows in own]
+        return [
+            make_microbatch(batch, rows, self.plan, self.inverse_frequencies, self.dtype, share=share) for rows in own
+        ]
 
     def _works(self, microbatches: Sequence[Microbatch], *, score_old: bool) -> list[Work]:
         """Score what the loss needs of the policies before the update."""
@@ -175,20 +178,25 @@ class Learner:
             self.optimizer.zero_grad()
             stats += forward_backward(self.model, update, self.plan, self.config)
             norms.append(0.0 if frozen else self.optimizer.step(rate))
+        stats.append(
+            {"computed_tokens": torch.tensor(sum(work.microbatch.num_tokens for work in itertools.chain(*works)))}
+        )
         self.num_steps += 1
         if self.reference is not None:
             self.reference.verify()
             self.reference.refresh(self.model.module, self.num_steps)
+        totals = sum_stats(stats, self.plan)
         return {
             **of_scores,
             **value_metrics,
             **routing_metrics(batch),
-            **reduce(sum_stats(stats, self.plan), batch.num_sampled),
+            **reduce(totals, batch.num_sampled),
             "policy/grad_norm": float(np.mean(norms)),
             "policy/lr": rate,
             "learner/updates": float(len(works)),
             "learner/microbatches": float(sum(len(update) for update in works)),
             "learner/tokens": float(batch.num_tokens),
+            "learner/computed_tokens": totals["computed_tokens"],
             "learner/score_s": scored - started,
             "learner/update_s": time.perf_counter() - scored,
         }

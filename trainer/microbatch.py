@@ -1,9 +1,10 @@
 """Cuts a Batch into the microbatches of one rank: packed tokens on the device, and the tokens to score with their
 streams.
 
-Only sampled tokens are scored: token i of a row from the hidden state at i-1, at the temperature it was sampled
-with. Invariant: over all data-parallel ranks and microbatches every sampled token is scored exactly once; a
-microbatch without any still scores one masked token, so that every collective runs.
+Only sampled tokens are scored: token i of a row from the hidden state at i-1, at the temperature it was sampled with.
+A token that rows share is computed once (shared_prefixes.py) and scored in each of them. Invariant: over all
+data-parallel ranks and microbatches every sampled token is scored exactly once; a microbatch without any still scores
+one masked token, so that every collective runs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rlagent.errors import LearnerError
 from rlagent.trainer.model.packing import PackedRows, local_tokens, pack_rows
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.shared_prefixes import shared_tokens, tokens_of
 from rlagent.trainer.streams import PerToken, TokenIndex, TokenMask
 from rlagent.types import Batch, Int16Array, Int64Array
 
@@ -39,8 +42,8 @@ class Streams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One forward pass of one rank: t tokens here, of which p score a token; S tokens are scored over all context
-    ranks.
+    """One forward pass of one rank: t tokens here, of which p score a token (twice or more where rows that share them go on
+    differently); S tokens are scored over all context ranks.
 
     `slots` [p] places this rank's scores among the S; it is None where they are all of them. `origin` [S] is the
     index of each scored token in the step's Batch (empty where nothing is sampled).
@@ -52,10 +55,12 @@ class Microbatch:
     predictors: Tensor  # [p] local indices of hidden states
     targets: Tensor  # [p]
     temperature: Tensor  # [p]
+    repeated: bool  # predictors may not all be distinct
     slots: Tensor | None
     num_scored: int
     streams: Streams
     origin: Int64Array
+    num_tokens: int  # that are computed, over all context ranks, padding too
 
 
 def _starts(batch: Batch) -> Int64Array:
@@ -85,32 +90,51 @@ def check_batch(batch: Batch, vocab_size: int) -> None:
 
 
 def make_microbatch(
-    batch: Batch, rows: list[int], plan: ParallelPlan, inverse_frequencies: Tensor, dtype: torch.dtype
+    batch: Batch,
+    rows: list[int],
+    plan: ParallelPlan,
+    inverse_frequencies: Tensor,
+    dtype: torch.dtype,
+    *,
+    share: bool = False,
 ) -> Microbatch:
-    """Pack some rows (possibly none) of a batch for this rank."""
+    """Pack some rows (possibly none) of a batch for this rank; share: compute common prefixes once (not with context
+    parallelism).
+    """
     device = plan.device
     index = _token_indices(batch, rows)
     lengths = np.diff(batch.cu_seqlens)[rows].astype(np.int64)
-    num_padding = -len(index) % plan.row_multiple or (0 if len(index) else plan.row_multiple)
-    tokens = np.concatenate((batch.token_ids[index], np.zeros(num_padding, np.int32)))
-    positions = np.concatenate((batch.position_ids[index], np.arange(num_padding, dtype=np.int32)))
+    computed, source = shared_tokens(tokens_of(batch, rows)) if share else _nothing_shared(len(index))
+    stream = index[computed]
+    num_padding = -len(stream) % plan.row_multiple or (0 if len(stream) else plan.row_multiple)
+    tokens = np.concatenate((batch.token_ids[stream], np.zeros(num_padding, np.int32)))
+    positions = np.concatenate((batch.position_ids[stream], np.arange(num_padding, dtype=np.int32)))
     bounds = np.cumsum(np.concatenate(([0], lengths, [num_padding] if num_padding else [])))
     context = (plan.config.context, plan.context_rank)
     own = local_tokens(len(tokens), *context)
 
-    scored = np.flatnonzero(batch.loss_mask[index])  # stream indices of the targets
-    predictors, targets, slots = _own_scores(scored, own, len(tokens))
+    scored = np.flatnonzero(batch.loss_mask[index])  # of the whole rows, the indices of the targets
+    predictors, targets, slots = _own_scores(scored, source[scored - 1], own, len(tokens))
     temperature = batch.temperature[index][targets] if len(scored) else np.ones(len(predictors), np.float32)
-    target_ids = tokens[targets] if len(scored) else np.full(len(predictors), IGNORED)
+    target_ids = batch.token_ids[index][targets] if len(scored) else np.full(len(predictors), IGNORED)
     if len(scored):
         target_ids = np.where(slots < len(scored), target_ids, IGNORED)
 
     def put(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    rows_layout = pack_rows(bounds.astype(np.int32), positions[own], inverse_frequencies, context=context, dtype=dtype)
+    repeated = not computed.all()
+    padding = np.arange(len(stream), len(tokens))
+    rows_layout = pack_rows(
+        bounds.astype(np.int32),
+        positions[own],
+        inverse_frequencies,
+        context=context,
+        dtype=dtype,
+        shared=(np.append(computed, padding >= 0), np.append(source, padding)) if repeated else None,
+    )
     if batch.experts is not None:
-        rows_layout.experts = put(_experts(batch.experts, index, own, num_padding, plan))
+        rows_layout.experts = put(_experts(batch.experts, stream, own, num_padding, plan))
     return Microbatch(
         token_ids=put(tokens[own].astype(np.int64))[None],
         position_ids=put(positions[own].astype(np.int64))[None],
@@ -118,10 +142,12 @@ def make_microbatch(
         predictors=put(predictors),
         targets=put(target_ids.astype(np.int64)),
         temperature=put(temperature),
+        repeated=repeated,
         slots=put(slots) if plan.config.context > 1 else None,
         num_scored=len(scored),
         streams=_streams(batch, rows, index, scored, lengths, device),
         origin=index[scored],
+        num_tokens=len(tokens),
     )
 
 
@@ -135,13 +161,19 @@ def _experts(
     return found
 
 
-def _own_scores(scored: Int64Array, own: Int64Array, num_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """(local hidden states, stream indices of their targets, slots among the scored) of this rank; one dummy where
-    it has none.
+def _nothing_shared(num_tokens: int) -> tuple[npt.NDArray[np.bool_], Int64Array]:
+    return np.ones(num_tokens, dtype=np.bool_), np.arange(num_tokens, dtype=np.int64)
+
+
+def _own_scores(
+    scored: Int64Array, before: Int64Array, own: Int64Array, num_tokens: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """(local hidden states, indices of their targets, slots among the scored) of this rank; one dummy where it has none. before: the
+    computed token before each scored one.
     """
     local = np.full(num_tokens, -1, dtype=np.int64)
     local[own] = np.arange(len(own))
-    holder = local[scored - 1]
+    holder = local[before]
     mine = np.flatnonzero(holder >= 0)
     if len(mine):
         return holder[mine], scored[mine], mine.astype(np.int64)

@@ -16,9 +16,14 @@ Plan = tuple[tuple[tuple[int, ...], ...], ...]
 _ATTENTION_COST: Final = 1.0 / 8192.0
 
 
+def attention_cost(length: int) -> float:
+    """The quadratic part of a row's cost."""
+    return _ATTENTION_COST * length * length
+
+
 def cost(length: int) -> float:
     """Relative cost of a row: linear layers plus quadratic attention."""
-    return length * (1.0 + _ATTENTION_COST * length)
+    return length + attention_cost(length)
 
 
 def plan(lengths: Sequence[int], *, budget: int, ranks: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from learner_gradients import WHOLE, assert_same, config, gradients, oracle_gradients
-from tiny_models import LENGTHS, make_batch, make_learner, make_model, oracle_logprobs, permuted
+from tiny_models import LENGTHS, make_batch, make_learner, make_model, oracle_logprobs, permuted, with_common_prefixes
 
 from rlagent.errors import LearnerError, LoadError
 from rlagent.trainer.config import BatchConfig, LearnerConfig, LossConfig, OptimizerConfig
@@ -51,6 +52,29 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, family: str, ti
         loss = -(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert_same(gradients(learner, batch), oracle_gradients(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tokens", [24, WHOLE])
+def test_shared_prefixes_are_computed_once_and_change_nothing(tmp_path: Path, family: str, tokens: int) -> None:
+    model = make_model(family, tmp_path)
+    batch = with_common_prefixes(make_batch())
+    unshared = config(tokens).batch.model_copy(update={"share_prefixes": False})
+    with make_learner(tmp_path, config(tokens)) as learner:
+        wanted = oracle_logprobs(model, batch)
+        np.testing.assert_allclose(learner.logprobs(batch), wanted.detach().numpy(), rtol=0, atol=1e-5)
+        (-(wanted * torch.from_numpy(batch.weight * batch.advantages)).sum()).backward()  # type: ignore[no-untyped-call]
+        assert_same(gradients(learner, batch), oracle_gradients(model))
+        metrics = [learner.train_step(batch)]
+        learner.config = learner.config.model_copy(update={"batch": unshared})
+        metrics.append(learner.train_step(batch))
+    distinct = {
+        tuple(batch.token_ids[a:end]) for a, b in itertools.pairwise(batch.cu_seqlens) for end in range(a + 1, b + 1)
+    }
+    computed = [step["learner/computed_tokens"] for step in metrics]
+    assert computed[1] == batch.num_tokens
+    assert computed[0] == len(distinct) if tokens == WHOLE else len(distinct) <= computed[0] < batch.num_tokens
+    assert metrics[0]["policy/grad_norm"] == pytest.approx(metrics[1]["policy/grad_norm"], rel=1e-5)
 
 
 def test_gates_that_are_not_scaled_to_sum_to_one_are_transformers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import VOCAB, make_batch, with_experts
+from tiny_models import VOCAB, make_batch, with_common_prefixes, with_experts
 
 from rlagent.trainer.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 from rlagent.trainer.learner import Learner
@@ -31,10 +31,12 @@ def layout_name(layout: dict[str, int]) -> str:
 
 
 def layout_batch(model_dir: Path) -> Batch:
-    """The batch that every layout trains on; its last microbatch has no sampled token. Of a mixture some routing is recorded."""
+    """The batch that every layout trains on; its last microbatch has no sampled token. Of a mixture some routing is recorded. Rows
+    share prefixes, which context parallelism does not use: it is compared with all others.
+    """
     batch = make_batch(lengths=LENGTHS, vocab=VOCAB)
     batch.loss_mask[-24:] = False
-    return with_experts(batch) if read_architecture(model_dir).experts else batch
+    return with_common_prefixes(with_experts(batch) if read_architecture(model_dir).experts else batch)
 
 
 def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Sequence
@@ -98,6 +99,29 @@ def make_batch(*, lengths: Sequence[int] = LENGTHS, seed: int = 0, vocab: int = 
         "num_sampled": int(mask.sum()),
     }
     return Batch(**{**fields, **changes})
+
+
+def batch_of_rows(rows: Sequence[Sequence[int]]) -> Batch:
+    """A batch of these rows, of which the second token is sampled."""
+    batch = make_batch(lengths=[len(row) for row in rows])
+    mask = np.isin(np.arange(batch.num_tokens), batch.cu_seqlens[:-1] + 1)
+    ids = np.fromiter(itertools.chain(*rows), np.int32)
+    return replace(batch, token_ids=ids, loss_mask=mask, num_sampled=int(mask.sum()))
+
+
+def with_common_prefixes(batch: Batch) -> Batch:
+    """The batch with most of its rows beginning as its longest does, for half of the shorter one; one of them is all prefix."""
+    lengths = np.diff(batch.cu_seqlens)
+    longest = int(lengths.argmax())
+    ids = batch.token_ids.copy()
+    experts = None if batch.experts is None else batch.experts.copy()
+    for row in range(0, batch.num_rows, 2):
+        length = int(lengths[row]) if row == 2 else int(lengths[row]) // 2
+        to, source = (slice(start, start + length) for start in batch.cu_seqlens[[row, longest]].tolist())
+        ids[to] = ids[source]
+        if experts is not None:
+            experts[to] = experts[source]
+    return replace(batch, token_ids=ids, experts=experts)
 
 
 def with_experts(batch: Batch, *, unknown: float = 0.3, seed: int = 5) -> Batch:

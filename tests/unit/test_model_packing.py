@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlagent.trainer.model.attention import bucketed_attention, segment_attention
 from rlagent.trainer.model.packing import MAX_PADDED_RATIO, buckets, chunks, local_tokens, pack_rows, segments
-from rlagent.trainer.model.rows import gather_rows, scatter_rows
+from rlagent.trainer.model.rows import Places, gather_rows, scatter_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -104,6 +104,17 @@ def test_scatter_and_gather_are_each_others_gradient() -> None:
     index = torch.tensor([4, 0, 2])
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda value: scatter_rows(value, index, 5), (x,))
+    places = Places.of(index, 5)
+    assert torch.autograd.gradcheck(lambda value: scatter_rows(value, places), (x,))
     assert torch.autograd.gradcheck(lambda value: gather_rows(value, index), (y,))
-    assert torch.equal(gather_rows(scatter_rows(x, index, 5), index), x)
+    assert torch.equal(gather_rows(scatter_rows(x, places), index), x)
+
+
+def test_gradients_of_copies_and_of_rows_taken_twice_add_up() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    computed, source = torch.tensor([True, True, False, True, False]), torch.tensor([0, 1, 0, 2, 1])
+    places = Places.of(torch.tensor([6, 0, 3, 2, 5]), 7, computed, source)
+    assert torch.equal(scatter_rows(x, places)[[6, 0, 3, 2, 5]], x[source])
+    assert torch.autograd.gradcheck(lambda value: scatter_rows(value, places), (x,))
+    index = torch.tensor([1, 1, 0, 1])
+    assert torch.autograd.gradcheck(lambda value: gather_rows(value, index, repeated=True), (x,))

@@ -88,16 +88,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any =
 
 def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """query [t, n, d], key and value [t, g, d] -> [t, n, d], one SDPA call for each bucket."""
-    assert rows.place is not None
-    last = rows.buckets[-1]
-    size = last.start + last.rows * last.length
-    padded = [scatter_rows(x, rows.place, size) for x in (query, key, value)]
+    assert rows.padded is not None
+    padded = [scatter_rows(x, rows.padded) for x in (query, key, value)]
     outs = []
     for bucket in rows.buckets:
         end = bucket.start + bucket.rows * bucket.length
         q, k, v = (x[bucket.start : end].view(bucket.rows, bucket.length, *x.shape[1:]) for x in padded)
         outs.append(_attend(q, k, v, scale).flatten(0, 1))
-    return gather_rows(torch.cat(outs), rows.place)
+    return gather_rows(torch.cat(outs), rows.padded.first)
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, parts: tuple[Segment, ...], scale: float) -> Tensor:
@@ -164,7 +162,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         cu, longest = rows.cu_seqlens_q, rows.max_seqlen_q
+        if rows.whole is not None:
+            query, key, value = (scatter_rows(x, rows.whole) for x in (query, key, value))
         out: Tensor = flash_attn_varlen_func(
             query, key, value, cu, cu, longest, longest, softmax_scale=self.scale, causal=True
         )
-        return out
+        return out if rows.whole is None else gather_rows(out, rows.whole.first)

@@ -2,7 +2,8 @@
 
 A stream of N tokens holds rows back to back. Without context parallelism attention runs on a few buckets of rows of
 like length, padded to the longest of the bucket: causality already hides the padding at the right from every real
-query. With context parallelism of c, the stream is cut into 2c equal chunks and rank r takes chunks r and 2c-1-r,
+query. Tokens that rows share (shared_prefixes.py) are computed once and stand in each of these rows for attention.
+With context parallelism of c, the stream is cut into 2c equal chunks and rank r takes chunks r and 2c-1-r,
 which balances causal work for long rows and short ones alike; a query segment then attends to its row's keys up to
 its own end.
 """
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rlagent.trainer.model.megatron import PackedSeqParams
+from rlagent.trainer.model.rows import Places
 from rlagent.types import Int32Array, Int64Array
 
 MAX_PADDED_RATIO: Final = 1.1
@@ -109,13 +112,14 @@ def buckets(cu_seqlens: Int32Array) -> tuple[list[Bucket], Int64Array]:
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """What megatron hands unchanged to every attention: its own packed parameters plus our layout and rotary tables.
 
-    cos and sin are [t, 1, head_size] for the rank's t tokens. `place` [t] is the index of each token in the padded
-    stream. `experts` [t, layers * top_k] int16 are those to replay (-1: the router's own); under sequence parallelism of the tokens
-    that this rank routes.
+    cos and sin are [t, 1, head_size] for the rank's t tokens. `padded` places them in the padded stream of the buckets,
+    and `whole`, where rows share tokens, in the stream of whole rows that cu_seqlens cut. `experts` [t, layers * top_k]
+    int16 are those to replay (-1: the router's own); under sequence parallelism of the tokens that this rank routes.
     """
 
     buckets: tuple[Bucket, ...] = ()
-    place: Tensor | None = None
+    padded: Places | None = None
+    whole: Places | None = None
     segments: tuple[Segment, ...] = ()
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -129,9 +133,11 @@ def pack_rows(
     *,
     context: tuple[int, int],
     dtype: torch.dtype,
+    shared: tuple[npt.NDArray[np.bool_], Int64Array] | None = None,
 ) -> PackedRows:
     """Lay out a stream for context rank `context[1]` of `context[0]`; position_ids [t] are those of the rank's own
-    tokens.
+    tokens. shared: which tokens of the whole rows are computed and what each of them is, by `shared_tokens`; without context
+    parallelism only.
     """
     device = inverse_frequencies.device
     size, rank = context
@@ -142,7 +148,11 @@ def pack_rows(
     fields: dict[str, Any] = {"segments": tuple(segments(cu_seqlens, size, rank))}
     if size == 1:
         found, place = buckets(cu_seqlens)
-        fields = {"buckets": tuple(found), "place": torch.from_numpy(place).to(device)}
+        end = found[-1].start + found[-1].rows * found[-1].length
+        copies = [] if shared is None else [torch.from_numpy(values).to(device) for values in shared]
+        fields = {"buckets": tuple(found), "padded": Places.of(torch.from_numpy(place).to(device), end, *copies)}
+        if copies:
+            fields["whole"] = Places.of(torch.arange(len(place), device=device), len(place), *copies)
     return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=cu,

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from jaxtyping import Float64
 
 from rlagent.errors import LearnerError
 from rlagent.loading import load_function
@@ -17,45 +18,46 @@ from rlagent.trainer.config import AdvantageConfig, OverlongConfig
 from rlagent.types import GREEDY, Group, Rollout
 
 FloatArray = npt.NDArray[np.float64]
-# (rewards [n], lengths [n]: sampled tokens of each rollout, epsilon) -> advantages [n]
-Estimator = Callable[[FloatArray, FloatArray, float], FloatArray]
+PerRollout = Float64[FloatArray, " rollouts"]
+# (rewards, lengths: sampled tokens of each rollout, epsilon) -> advantages
+Estimator = Callable[[PerRollout, PerRollout, float], PerRollout]
 
 
-def grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+def grpo(rewards: PerRollout, lengths: PerRollout, epsilon: float) -> PerRollout:
     """(R - mean) / (std + eps), std with ddof 1 (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2). 0 without variance."""
     centred = dr_grpo(rewards, lengths, epsilon)
     std = rewards.std(ddof=1) if centred.any() else 0.0
     if not std:  # also of rewards so close that the squares of their differences underflow
         return np.zeros_like(rewards)
-    scaled: FloatArray = centred / (std + epsilon)
+    scaled: PerRollout = centred / (std + epsilon)
     return scaled
 
 
-def dr_grpo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+def dr_grpo(rewards: PerRollout, lengths: PerRollout, epsilon: float) -> PerRollout:
     """R - mean (Dr. GRPO, arXiv 2503.20783, sec. 3.2)."""
     del lengths, epsilon
     if len(rewards) < 2 or (rewards == rewards[0]).all():  # exactly 0, not what rounding leaves
         return np.zeros_like(rewards)
-    centred: FloatArray = rewards - rewards.mean()
+    centred: PerRollout = rewards - rewards.mean()
     return centred
 
 
-def rloo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+def rloo(rewards: PerRollout, lengths: PerRollout, epsilon: float) -> PerRollout:
     """R minus the mean of the others = n / (n - 1) (R - mean) (RLOO, arXiv 2402.14740, sec. 2.3)."""
     n = len(rewards)
     return dr_grpo(rewards, lengths, epsilon) * (n / max(1, n - 1))
 
 
-def opo(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+def opo(rewards: PerRollout, lengths: PerRollout, epsilon: float) -> PerRollout:
     """R - sum(L R) / sum(L): the length-weighted optimal baseline (OPO, arXiv 2505.23585)."""
     del epsilon
     if len(rewards) < 2 or (rewards == rewards[0]).all() or not lengths.any():
         return np.zeros_like(rewards)
-    centred: FloatArray = rewards - (lengths @ rewards) / lengths.sum()
+    centred: PerRollout = rewards - (lengths @ rewards) / lengths.sum()
     return centred
 
 
-def preference(rewards: FloatArray, lengths: FloatArray, epsilon: float) -> FloatArray:
+def preference(rewards: PerRollout, lengths: PerRollout, epsilon: float) -> PerRollout:
     """+1 for the best rollout of the group, -1 for the worst, 0 for the rest: the pair of DPO. 0 without variance."""
     del lengths, epsilon
     found = np.zeros_like(rewards)
@@ -119,7 +121,7 @@ def advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[str, fl
     return _whiten(found, groups, config.epsilon) if whitened else found
 
 
-def _of_group(rollouts: Sequence[Rollout], lengths: FloatArray, config: AdvantageConfig) -> FloatArray:
+def _of_group(rollouts: Sequence[Rollout], lengths: PerRollout, config: AdvantageConfig) -> FloatArray:
     rewards = np.array([rollout.reward.total for rollout in rollouts], dtype=np.float64)
     if config.name == "remax":
         return rewards - _greedy(rollouts)

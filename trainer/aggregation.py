@@ -8,38 +8,41 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
+from jaxtyping import Float32, Int64
 
 from rlagent.types import Float32Array, Int64Array
 
-# (sampled tokens of each row [B], not all 0; rollout of each row [B]; constant length) -> weight of a row's tokens [B]
-Aggregation = Callable[[Int64Array, Int64Array, int], Float32Array]
+RowIndex = Int64[Int64Array, " rows"]
+RowWeight = Float32[Float32Array, " rows"]
+# (sampled tokens of each row, not all 0; rollout of each row; constant length) -> weight of a row's tokens
+Aggregation = Callable[[RowIndex, RowIndex, int], RowWeight]
 
 
-def token_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
+def token_mean(lengths: RowIndex, rollouts: RowIndex, constant: int) -> RowWeight:
     """Every sampled token of the step counts the same (DAPO, arXiv 2503.14476, sec. 3.3)."""
     del rollouts, constant
     return np.full(len(lengths), 1.0 / lengths.sum(), dtype=np.float32)
 
 
-def seq_mean_token_sum(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
+def seq_mean_token_sum(lengths: RowIndex, rollouts: RowIndex, constant: int) -> RowWeight:
     """Sum over a row's tokens, mean over rows."""
     del rollouts, constant
     return np.full(len(lengths), 1.0 / np.count_nonzero(lengths), dtype=np.float32)
 
 
-def seq_mean_token_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
+def seq_mean_token_mean(lengths: RowIndex, rollouts: RowIndex, constant: int) -> RowWeight:
     """Mean over a row's tokens, mean over rows (GRPO, arXiv 2402.03300, eq. 3)."""
     del rollouts, constant
     return (1.0 / (np.count_nonzero(lengths) * np.maximum(1, lengths))).astype(np.float32)
 
 
-def constant_length(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
+def constant_length(lengths: RowIndex, rollouts: RowIndex, constant: int) -> RowWeight:
     """Sum over a row's tokens divided by a constant, mean over rows (Dr. GRPO, arXiv 2503.20783, sec. 3.2)."""
     del rollouts
     return np.full(len(lengths), 1.0 / (np.count_nonzero(lengths) * constant), dtype=np.float32)
 
 
-def rollout_mean(lengths: Int64Array, rollouts: Int64Array, constant: int) -> Float32Array:
+def rollout_mean(lengths: RowIndex, rollouts: RowIndex, constant: int) -> RowWeight:
     """Mean over a rollout's tokens, mean over rollouts: one that is split into k rows counts once."""
     del constant
     totals = np.bincount(rollouts, weights=lengths)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float32
 
 from rlagent.errors import LearnerError
 from rlagent.kernels.gae import gae_packed
@@ -17,21 +18,23 @@ from rlagent.trainer.kl import KL_ESTIMATORS
 from rlagent.types import Batch, Float32Array
 
 FloatArray = npt.NDArray[np.float64]
+# One number for each token of the batch.
+BatchTokens = Float32[Float32Array, " tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What the models say of a batch's sampled tokens before its updates, each [N]; None where it is not needed."""
+    """What the models say of a batch's sampled tokens before its updates; None where it is not needed."""
 
-    policy: Float32Array | None = None
-    reference: Float32Array | None = None
-    values: Float32Array | None = None
+    policy: BatchTokens | None = None
+    reference: BatchTokens | None = None
+    values: BatchTokens | None = None
 
 
 def credited(
     batch: Batch, scores: Scores, advantage: AdvantageConfig, loss: LossConfig
-) -> tuple[Batch, Float32Array | None]:
-    """The batch with its final advantages, and the returns [N] that a critic is to learn."""
+) -> tuple[Batch, BatchTokens | None]:
+    """The batch with its final advantages, and the returns that a critic is to learn."""
     batch = kl_in_reward(batch, scores, advantage, loss)
     returns = None
     if advantage.name == "gae":
@@ -59,7 +62,7 @@ def kl_in_reward(batch: Batch, scores: Scores, advantage: AdvantageConfig, loss:
     return replace(batch, advantages=batch.advantages - total)
 
 
-def gae(batch: Batch, scores: Scores, config: AdvantageConfig) -> tuple[Batch, Float32Array]:
+def gae(batch: Batch, scores: Scores, config: AdvantageConfig) -> tuple[Batch, BatchTokens]:
     """Generalised advantages (arXiv 1506.02438), whitened if asked for; returns = A + V from before that.
 
     Once every rollout succeeds, what is left of the advantages is the critic's error. Divided by its own deviation it would have
@@ -139,8 +142,8 @@ def score_metrics(batch: Batch, scores: Scores, loss: LossConfig) -> dict[str, f
 
 
 def _gae(
-    batch: Batch, rewards: Float32Array, values: Float32Array, gamma: float, lam: float
-) -> tuple[Float32Array, Float32Array]:
+    batch: Batch, rewards: BatchTokens, values: BatchTokens, gamma: float, lam: float
+) -> tuple[BatchTokens, BatchTokens]:
     reward, value, mask = (torch.from_numpy(np.ascontiguousarray(x)) for x in (rewards, values, batch.loss_mask))
     found = gae_packed(reward, value, mask, torch.from_numpy(batch.cu_seqlens), gamma, lam)
     advantage, returns = (tensor.numpy().astype(np.float32) for tensor in found)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlagent.trainer import weights
@@ -23,6 +24,7 @@ from rlagent.trainer.model.architecture import Architecture
 from rlagent.trainer.model.build import Policy, PolicyModel, chunks_of
 from rlagent.trainer.optimizer import DataParallel, PolicyOptimizer
 from rlagent.trainer.parallel import ParallelPlan
+from rlagent.trainer.streams import PerToken
 from rlagent.trainer.weight_map import Rule, renamed
 
 # How its tensors are called in a checkpoint, beside the policy's.
@@ -32,14 +34,14 @@ _HEAD: Final = Rule(local=("value_head",), hf=(f"{PREFIX}value_head",), kind="re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueWork:
-    """A microbatch with what its values are to become, both [S]."""
+    """A microbatch with what its values are to become."""
 
     microbatch: Microbatch
-    old_values: Tensor
-    returns: Tensor
+    old_values: PerToken
+    returns: PerToken
 
 
-def value_loss(values: Tensor, work: ValueWork, clip: float) -> tuple[Tensor, Stats]:
+def value_loss(values: PerToken, work: ValueWork, clip: float) -> tuple[Float[Tensor, ""], Stats]:
     """Sum of weight * max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 (PPO2's clipped value loss), and statistics."""
     s = work.microbatch.streams
     mask = s.loss_mask

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 
 from rlagent.kernels.logprob import linear_logprob
@@ -23,11 +24,14 @@ from rlagent.trainer.model import megatron
 from rlagent.trainer.model.build import PolicyModel, chunks_of
 from rlagent.trainer.model.rows import gather_rows
 from rlagent.trainer.parallel import ParallelPlan
-from rlagent.trainer.streams import LossInput
+from rlagent.trainer.streams import LossInput, PerToken
 
 Stats = dict[str, Tensor]
-# (model, hidden states of the last stage, microbatch, plan) -> one number a scored token [S]
-Head = Callable[[PolicyModel, Tensor, Microbatch, ParallelPlan], Tensor]
+# Of the last stage; with sequence parallelism t are this rank's tokens.
+Hidden = Float[Tensor, "t 1 h"]
+Scores = Float[Tensor, " scored"]
+# (model, hidden states, microbatch, plan) -> one number a scored token
+Head = Callable[[PolicyModel, Hidden, Microbatch, ParallelPlan], Scores]
 # (model, hidden states of the last stage, what was made of a microbatch) -> (loss, statistics)
 Objective = Callable[[PolicyModel, Tensor, Any], tuple[Tensor, Stats]]
 
@@ -37,8 +41,8 @@ class Work:
     """A microbatch with what was scored before its update; None takes the loss's own default (see `_loss_input`)."""
 
     microbatch: Microbatch
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    old_logprobs: PerToken | None = None
+    ref_logprobs: PerToken | None = None
 
 
 class _GatherScores(torch.autograd.Function):
@@ -76,14 +80,14 @@ def _over_context(values: Tensor, microbatch: Microbatch, plan: ParallelPlan) ->
     return whole[:keep]
 
 
-def value(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
-    """Hidden states of the last stage -> the value [S] of the state before each scored token, fp32; of a critic's model."""
+def value(model: PolicyModel, hidden: Hidden, microbatch: Microbatch, plan: ParallelPlan) -> Scores:
+    """Hidden states of the last stage -> the value of the state before each scored token, fp32; of a critic's model."""
     found = _predictors(hidden, microbatch, plan).float() @ model.value_head.float()
     return _over_context(found, microbatch, plan)
 
 
-def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> tuple[Tensor, Tensor]:
-    """Hidden states [t, 1, H] of the last stage -> logprobs [S] and entropies [S] of the scored tokens, fp32."""
+def score(model: PolicyModel, hidden: Hidden, microbatch: Microbatch, plan: ParallelPlan) -> tuple[Scores, Scores]:
+    """Hidden states of the last stage -> logprobs and entropies of the scored tokens, fp32."""
     logprobs, entropy = linear_logprob(
         _predictors(hidden, microbatch, plan),
         model.head_weight(),
@@ -98,7 +102,7 @@ def score(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: Para
     return _over_context(logprobs, microbatch, plan), _over_context(entropy, microbatch, plan)
 
 
-def logprob(model: PolicyModel, hidden: Tensor, microbatch: Microbatch, plan: ParallelPlan) -> Tensor:
+def logprob(model: PolicyModel, hidden: Hidden, microbatch: Microbatch, plan: ParallelPlan) -> Scores:
     """The first of `score`."""
     return score(model, hidden, microbatch, plan)[0]
 

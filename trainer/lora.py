@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -67,7 +68,7 @@ class _Adapter(nn.Module):
             yield f"{stem}lora_A.weight", a
             yield f"{stem}lora_B.weight", b
 
-    def merged(self, base: Tensor) -> Tensor:
+    def merged(self, base: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
         """This rank's shard of base + scale B A, of the base's dtype; differentiable in A and B, whose gradients are summed over shards."""
         a, b = ([self._shared(matrix).float() for matrix in matrices] for matrices in (self.a, self.b))
         cut = {"size": self._plan.config.tensor, "rank": self._plan.tensor_rank}

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from rlagent.errors import LearnerError
@@ -45,18 +46,18 @@ class Microbatch:
     """One forward pass of one rank: t tokens here, of which p score a token (twice or more where rows that share them go on
     differently); S tokens are scored over all context ranks.
 
-    `slots` [p] places this rank's scores among the S; it is None where they are all of them. `origin` [S] is the
+    `slots` places this rank's scores among the S; it is None where they are all of them. `origin` is the
     index of each scored token in the step's Batch (empty where nothing is sampled).
     """
 
-    token_ids: Tensor  # [1, t]
-    position_ids: Tensor  # [1, t]
+    token_ids: Int64[Tensor, "1 t"]
+    position_ids: Int64[Tensor, "1 t"]
     rows: PackedRows
-    predictors: Tensor  # [p] local indices of hidden states
-    targets: Tensor  # [p]
-    temperature: Tensor  # [p]
+    predictors: Int64[Tensor, " p"]  # local indices of hidden states
+    targets: Int64[Tensor, " p"]
+    temperature: Float[Tensor, " p"]
     repeated: bool  # predictors may not all be distinct
-    slots: Tensor | None
+    slots: Int64[Tensor, " p"] | None
     num_scored: int
     streams: Streams
     origin: Int64Array

@@ -41,7 +41,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loop(recipe: str, student: Path, directory: Path, *settings: str) -> list[dict[str, float]]:
-    """Three steps of a recipe; the metrics of each."""
+    """A few steps of a recipe; the metrics of each. The rate falls to 0 at the last one, whose batch the policy that was made samples."""
     given = (
         *demo.SMALL,
         f"model.path={student}",
@@ -66,8 +66,8 @@ async def trained_on(directory: Path) -> list[Batch]:
 
 
 async def before_and_after(student: Path, directory: Path, measure: Measure) -> tuple[float, float]:
-    """The mean over the run's batches, under the model it began with and the one it ended with."""
-    batches = await trained_on(directory)
+    """The mean over the batches that moved the policy, under the model it began with and the one it ended with."""
+    batches = (await trained_on(directory))[:-1]
     found = []
     for place in (student, directory / "model"):
         model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
@@ -83,23 +83,23 @@ def engine_follows(records: list[dict[str, float]]) -> None:
 
 
 async def test_sft_makes_what_was_sampled_likelier(student: Path, tmp_path: Path) -> None:
-    records = loop("sft", student, tmp_path / "run")
+    records = loop("sft", student, tmp_path / "run", "run.steps=2")
     engine_follows(records)
 
     def cross_entropy(model: Any, batch: Batch) -> torch.Tensor:
         return -oracle_logprobs(model, batch).sum() / batch.num_sampled
 
     before, after = await before_and_after(student, tmp_path / "run", cross_entropy)
-    assert after < 0.9 * before
+    assert after < before - 0.05
     first = (await trained_on(tmp_path / "run"))[0]  # the metric is that number, at the step's start
     start = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     assert records[0]["policy/loss"] == pytest.approx(cross_entropy(start, first).item(), rel=1e-4)
 
 
 async def test_dpo_widens_the_margin_of_the_pairs_it_was_given(student: Path, tmp_path: Path) -> None:
-    records = loop("dpo", student, tmp_path / "run")
+    records = loop("dpo", student, tmp_path / "run", "run.steps=2")
     engine_follows(records)
-    assert [record["preference/pairs"] for record in records] == [2, 2, 2]
+    assert [record["preference/pairs"] for record in records] == [2, 2]
     assert records[0]["preference/loss"] == pytest.approx(0.6931, abs=1e-4)
 
     def chosen_less_rejected(model: Any, batch: Batch) -> torch.Tensor:

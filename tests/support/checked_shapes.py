@@ -4,7 +4,9 @@ from jaxtyping import install_import_hook
 
 # Not the modules of Triton kernels, whose functions are no Python.
 CHECKED = (
-    "rlagent.kernels.gae", "rlagent.kernels.logprob", "rlagent.kernels.reference", "rlagent.trainer.correction", "rlagent.trainer.kl",
-    "rlagent.trainer.loss", "rlagent.trainer.microbatch", "rlagent.trainer.streams", "rlagent.trainer.token_loss",
+    "rlagent.kernels.gae", "rlagent.kernels.logprob", "rlagent.kernels.reference", "rlagent.trainer.advantage",
+    "rlagent.trainer.aggregation", "rlagent.trainer.correction", "rlagent.trainer.credit", "rlagent.trainer.critic",
+    "rlagent.trainer.forward", "rlagent.trainer.kl", "rlagent.trainer.lora", "rlagent.trainer.loss", "rlagent.trainer.microbatch",
+    "rlagent.trainer.model.norm", "rlagent.trainer.model.swiglu", "rlagent.trainer.streams", "rlagent.trainer.token_loss",
 )  # fmt: skip
 install_import_hook(list(CHECKED), "beartype.beartype")

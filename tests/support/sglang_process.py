@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -32,10 +33,12 @@ def sglang_python() -> Path:
 
 
 @contextmanager
-def running_sglang(model_dir: Path, *args: str, tensor: int = 1) -> Iterator[str]:
+def running_sglang(
+    model_dir: Path, *args: str, tensor: int = 1, device: Literal["cpu", "cuda"] = "cpu"
+) -> Iterator[str]:
     """A server with the weights of a directory as version 0; yields its base URL, and ends it by its process id."""
     sglang = SglangConfig(python=sglang_python(), args=args, tensor=tensor)
-    config = CONFIG.model_copy(update={"sglang": sglang})
+    config = CONFIG.model_copy(update={"sglang": sglang, "device": device})
     weights = PolicyVersion(version=0, parent=None, depth=0, step=0, published_at=0.0, snapshot=str(model_dir))
     port = free_port()
     command = engine_command(config, weights, number=0, port=port)

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import pytest
 import torch
 
 from rlagent.trainer.weight_sync.checksums import FusedChecksums
@@ -25,8 +26,8 @@ def test_the_parts_of_two_ranks() -> None:
     fused.add("model.embed_tokens.weight", embed)
     padded, wide = torch.zeros(128, 6), torch.zeros(3, 64, 6)  # a feed-forward's width is filled up to 32 a rank
     padded[:70], wide[0, :10], wide[1, :10], wide[2, :10] = embed, gate, up, down.T
-    for rank, found in enumerate(fused.found):
-        assert found == {
+    for rank in (0, 1):
+        assert fused.of_rank(rank) == {
             f"{layer}self_attn.qkv_proj.weight": short(
                 torch.cat((q[4 * rank :][:4], k[2 * rank :][:2], v[2 * rank :][:2]))
             ),
@@ -43,8 +44,8 @@ def test_factors_of_float8_blocks_are_cut_as_their_weights_are() -> None:
     fused = FusedChecksums(2)
     for name, scale in (("q", q), ("k", k), ("v", v), ("o", o)):
         fused.add(f"model.layers.0.self_attn.{name}_proj.weight_scale_inv", scale)
-    for rank, found in enumerate(fused.found):
-        assert found == {
+    for rank in (0, 1):
+        assert fused.of_rank(rank) == {
             "model.layers.0.self_attn.qkv_proj.weight_scale_inv": short(
                 torch.cat((q[2 * rank :][:2], k[rank:][:1], v[rank:][:1]))
             ),
@@ -56,7 +57,33 @@ def test_a_fused_tensor_waits_for_all_its_parts() -> None:
     fused = FusedChecksums(1)
     fused.add("model.layers.3.self_attn.q_proj.bias", torch.ones(4))
     fused.add("model.layers.3.self_attn.k_proj.bias", torch.ones(2))
-    assert fused.found == [{}]
+    assert fused.of_rank(0) == {}
     fused.add("model.layers.3.self_attn.v_proj.bias", torch.zeros(2))
     expected = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 0])
-    assert fused.found == [{"model.layers.3.self_attn.qkv_proj.bias": short(expected)}]
+    assert fused.of_rank(0) == {"model.layers.3.self_attn.qkv_proj.bias": short(expected)}
+
+
+def test_the_experts_of_a_layer_are_two_tensors() -> None:
+    """Gate over up, expert after expert, in whatever order they come; each rank's width is filled up to a multiple of 32."""
+    gates, ups, downs = torch.randn(3, 40, 6), torch.randn(3, 40, 6), torch.randn(3, 6, 40)
+    fused = FusedChecksums(2)
+    layer = "model.layers.1.mlp.experts."
+    for expert in (1, 0, 2):
+        for part, matrices in (("down", downs), ("up", ups), ("gate", gates)):
+            fused.add(f"{layer}{expert}.{part}_proj.weight", matrices[expert])
+    wide = torch.zeros(3, 2, 64, 6)
+    wide[:, 0, :40], wide[:, 1, :40] = gates, ups
+    narrow = torch.zeros(3, 6, 64)
+    narrow[:, :, :40] = downs
+    for rank in (0, 1):
+        own = slice(32 * rank, 32 * rank + 32)
+        assert fused.of_rank(rank) == {
+            f"{layer}w13_weight": short(wide[:, :, own]), f"{layer}w2_weight": short(narrow[:, :, own])
+        }  # fmt: skip
+
+
+def test_an_expert_that_did_not_come_is_no_checksum() -> None:
+    fused = FusedChecksums(1)
+    fused.add("model.layers.1.mlp.experts.1.down_proj.weight", torch.ones(2, 2))
+    with pytest.raises(AssertionError, match="piece 0 is missing"):
+        fused.of_rank(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -36,7 +37,7 @@ class _CpuRmsNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> [..., size]. Takes the arguments that megatron-core gives to the norm of a layer spec."""
+    """Takes the arguments that megatron-core gives to the norm of a layer spec."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
         # marked so.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*t size"]) -> Float[Tensor, "*t size"]:
         """Normalise the last axis."""
         if x.is_cuda:
             fused: Tensor = nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

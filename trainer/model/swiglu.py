@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -48,8 +49,8 @@ def _blocks(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     return found
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up [..., f] of x = (gate, up) [..., 2 f]."""
+def swiglu(x: Float[Tensor, "*t two_f"]) -> Float[Tensor, "*t two_f//2"]:
+    """silu(gate) * up of x = (gate, up)."""
     if x.is_cuda:
         gate, up = x.chunk(2, dim=-1)
         return silu(gate) * up
@@ -64,6 +65,6 @@ class SwiGlu(nn.Module):
         super().__init__()
         del config
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., 2 f] -> [..., f]."""
+    def forward(self, x: Float[Tensor, "*t two_f"]) -> Float[Tensor, "*t two_f//2"]:
+        """Of fc1's output."""
         return swiglu(x)

@@ -2,8 +2,9 @@
 
 In the flow: push.py feeds every bucket's tensors while it sends them, and compares at the end. SGLang's layout is read from 0.5.21: q, k
 and v lie in one tensor, and gate and up; each tensor-parallel rank holds its part of the rows, of o_proj and down_proj its part of the
-columns; the vocabulary is padded with zeros, on a CPU the feed-forward's width too. On a CPU it hashes a tensor to the first 8 bytes of
-its sha256. Its experts lie in tensors of a whole layer, whose layout depends on the kernel that runs them: they are not compared there.
+columns; the vocabulary is padded with zeros, on a CPU the feed-forward's width too. A layer's experts lie in two tensors, one after the
+other: w13 (gate over up of each, cut by rows) and w2 (down, cut by columns); so they do wherever checksums are compared, which is on a
+CPU, not where kernels of GPUs lay them out anew. On a CPU it hashes a tensor to the first 8 bytes of its sha256.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from rlagent.trainer.weight_sync.engine_api import EngineApi, EngineFacts
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED_INTO: Final = {part: whole for whole, parts in _FUSED.items() for part in parts}
 _EXPERTS: Final = ".mlp.experts."
+# Of an expert's matrix: which tensor of the layer holds it, its place among those of one expert there, and how many those are.
+_STACKED: Final = {"gate_proj": ("w13", 0, 2), "up_proj": ("w13", 1, 2), "down_proj": ("w2", 0, 1)}
 _BY_COLUMNS: Final = ("o_proj.weight", "down_proj.weight", "o_proj.weight_scale_inv", "down_proj.weight_scale_inv")
 _VOCABULARY: Final = ("embed_tokens.weight", "lm_head.weight")
 _VOCAB_PADDING: Final = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
@@ -28,8 +31,13 @@ def sha256(tensors: Iterable[torch.Tensor]) -> str:
     """Hex digest of the bytes of tensors, one after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return data
 
 
 class PlainChecksums:
@@ -43,17 +51,44 @@ class PlainChecksums:
         self.found[name] = sha256([tensor])
 
 
+class _Stack:
+    """The hash of a tensor that is made of pieces, which are taken as they come and kept only until those before them are in."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def add(self, place: int, piece: torch.Tensor) -> None:
+        """Take the piece at a place, from 0."""
+        self._waiting[place] = piece
+        while (ready := self._waiting.pop(self._next, None)) is not None:
+            self._digest.update(_bytes(ready))
+            self._next += 1
+
+    def hexdigest(self) -> str:
+        """Of all pieces; they must have come without a gap."""
+        assert not self._waiting, f"piece {self._next} is missing"
+        return self._digest.hexdigest()
+
+
 class FusedChecksums:
-    """What each tensor-parallel rank of an SGLang server should answer: `found[rank][name]`, complete once all parts were added."""
+    """What each tensor-parallel rank of an SGLang server should answer: `of_rank`, complete once all parts were added."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.found: list[dict[str, str]] = [{} for _ in range(size)]
+        self._found: list[dict[str, str]] = [{} for _ in range(size)]
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        self._stacks: list[dict[str, _Stack]] = [{} for _ in range(size)]
+
+    def of_rank(self, rank: int) -> dict[str, str]:
+        """By the engine's names."""
+        return self._found[rank] | {name: stack.hexdigest()[:16] for name, stack in self._stacks[rank].items()}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one full tensor."""
         if _EXPERTS in name:
+            self._stack(name, tensor)
             return
         prefix, _, kind = name.rpartition("_proj.")
         part = prefix.rpartition(".")[2] + "_proj"
@@ -68,8 +103,19 @@ class FusedChecksums:
         else:
             self._enter(name, [tensor])
 
+    def _stack(self, name: str, tensor: torch.Tensor) -> None:
+        """A matrix of one expert, as model.layers.0.mlp.experts.7.gate_proj.weight."""
+        layer, _, rest = name.partition(_EXPERTS)
+        expert, part, kind = rest.split(".")
+        whole, place, each = _STACKED[part]
+        axis = 1 if part == "down_proj" else 0
+        whole_width = _filled(tensor, axis, self.size * _FEED_FORWARD_MULTIPLE) if kind == "weight" else tensor
+        for rank, stacks in enumerate(self._stacks):
+            stack = stacks.setdefault(f"{layer}{_EXPERTS}{whole}_{kind}", _Stack())
+            stack.add(int(expert) * each + place, whole_width.chunk(self.size, dim=axis)[rank])
+
     def _enter(self, name: str, tensors: list[torch.Tensor]) -> None:
-        for rank, found in enumerate(self.found):
+        for rank, found in enumerate(self._found):
             found[name] = sha256([self._shard(name, tensor, rank) for tensor in tensors])[:16]
 
     def _shard(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -127,9 +173,9 @@ class Expected:
         if not engine.facts.sglang:
             _compare(engine.url, self._plain.found, answer.get("checksums", {}))
             return "yes"
-        expected = self._fused[engine.facts.tensor].found
+        expected = self._fused[engine.facts.tensor]
         for rank in _ranks(answer):
-            _compare(engine.url, expected[rank["parallelism_info"][0]["tp_rank"]], rank["checksums"])
+            _compare(engine.url, expected.of_rank(rank["parallelism_info"][0]["tp_rank"]), rank["checksums"])
         return "yes"
 
 

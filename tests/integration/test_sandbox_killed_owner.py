@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -85,6 +86,14 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A sandbox's user must reach its files; pytest's own directories are closed to other users."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o711)
+        yield Path(directory)
+
+
 def users_alive() -> set[int]:
     """Whose processes there are; those that are dead and not waited for left out."""
     found = set()
@@ -101,11 +110,8 @@ def users_alive() -> set[int]:
 
 @needs_bwrap
 @pytest.mark.parametrize("kind", ["groups", "users"])
-async def test_a_killed_process_pool_leaves_nothing_once_the_next_has_started(kind: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o711)
-    for above in tmp_path.parents[:2]:  # a sandbox's user must reach its directory
-        above.chmod(0o711)
-    state = tmp_path / "state"
+async def test_a_killed_process_pool_leaves_nothing_once_the_next_has_started(kind: str, open_directory: Path) -> None:
+    state = open_directory / "state"
     async with killed_owner(kind, state) as user:
         (left,) = [path.stem for path in state.glob("*.lock")]
         assert (state / left).exists()

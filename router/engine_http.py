@@ -16,6 +16,8 @@ from typing import Any, Final
 import httptools
 from yarl import URL
 
+from rlagent.errors import ConfigError
+
 CONNECT_TIMEOUT_S: Final = 5.0
 # Longest line of an answer: an engine's cumulative ids and logprobs of a long completion.
 MAX_LINE_BYTES: Final = 16 * 1024 * 1024
@@ -191,12 +193,15 @@ class Answer(asyncio.Protocol):
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
+        if self._whole:
+            self.close()  # a second answer: whose?
+            return
         status = self._parser.get_status_code()
         self.status = status if status >= 200 else 0  # an answer comes behind a 1xx
         self._keeps = self._parser.should_keep_alive()  # the parser knows it only here
 
     def on_body(self, piece: bytes) -> None:
-        if self._left:
+        if self._left or self._whole:
             return
         self._pieces.append(piece)
         self._num_unread += len(piece)
@@ -205,7 +210,7 @@ class Answer(asyncio.Protocol):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        if not self.status:
+        if self._whole or not self.status:
             return
         self._whole = True
         self._stop_timer()
@@ -228,11 +233,11 @@ class Kept:
 
 
 class Endpoint:
-    """One URL that JSON is posted to, and the connections to it."""
+    """One URL that JSON is posted to, and the connections to it. ConfigError for what is no absolute http URL."""
 
     def __init__(self, url: URL) -> None:
-        assert url.host is not None, f"{url} names no host"
-        assert url.port is not None, f"{url} is of no known scheme"
+        if url.scheme not in ("http", "https") or url.host is None or url.port is None:
+            raise ConfigError(f"engine.urls: {str(url)!r} is no address of an engine; write http://HOST:PORT")
         self._host, self._port = url.host, url.port
         self._ssl = ssl.create_default_context() if url.scheme == "https" else None
         host = f"[{url.raw_host}]" if ":" in url.host else url.raw_host

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
+from rlagent.errors import ConfigError
 from rlagent.router import engine_http
 from rlagent.router.engine_http import Answer, Endpoint
 
@@ -143,6 +144,20 @@ async def test_what_is_no_http_is_an_error() -> None:
     async with peer(telling(b"SSH-2.0-something\r\n")) as engine:
         with pytest.raises(ConnectionError, match="no HTTP"):
             await told(await engine.ask())
+
+
+async def test_a_second_answer_to_one_request_closes_the_connection() -> None:
+    async with peer(telling(WHOLE + OK + b"content-length: 6\r\n\r\nother\n")) as engine:
+        for number in (1, 2):
+            assert await told(await engine.ask()) == [b"one"]
+            assert engine.num_connections == number
+
+
+@pytest.mark.parametrize("url", ["localhost:30000", "127.0.0.1", "ftp://host:1", "http://"])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"http://HOST:PORT") as refused:
+        Endpoint(URL(url))
+    assert url in str(refused.value)
 
 
 async def test_an_answer_that_is_given_up_closes_its_connection() -> None:

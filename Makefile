@@ -48,9 +48,11 @@ format: $(STAMP)
 
 # torch comes first and by its exact pin: asked for later, through another package, pip would take a build with CUDA.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "rlagent needs Python 3.11; run make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "rlagent needs Python 3.11: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up $(VENV), once: PyTorch and everything else in constraints.txt, 2.7 GB; about two minutes where the package index is near"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "PyTorch is in; now the rest, about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps bfcl-eval==2026.3.23  # its pins are not ours
 	touch $(STAMP)

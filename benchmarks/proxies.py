@@ -75,13 +75,20 @@ def running(command: Sequence[str | Path], cores: Cores, on: frozenset[int], **m
             child.kill()
 
 
+def _first_line(child: subprocess.Popen) -> str:  # type: ignore[type-arg]
+    """What a server says when it answers. RuntimeError for one that ended instead."""
+    line: str = child.stdout.readline().strip() if child.stdout else ""
+    if not line:
+        raise RuntimeError(f"{child.args!r} did not start (exit code {child.wait()}); its error stands above")
+    return line
+
+
 @contextmanager
 def upstream(model: Path, cores: Cores, delay_ms: float) -> Iterator[str]:
     """The fake engine's URL."""
     command = [sys.executable, HERE / "fake_upstream.py", model, "--delay-ms", str(delay_ms)]
     with running(command, cores, cores.others, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        yield child.stdout.readline().strip()
+        yield _first_line(child)
 
 
 @contextmanager
@@ -92,8 +99,7 @@ def rlagent(model: Path, engine: str, directory: Path, cores: Cores) -> Iterator
         "--buffer", directory / "buffer.db",
     ]  # fmt: skip
     with running(command, cores, cores.proxy, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        yield Server(child.stdout.readline().split()[-1], psutil.Process(child.pid))
+        yield Server(_first_line(child).split()[-1], psutil.Process(child.pid))
 
 
 @contextmanager
@@ -131,15 +137,15 @@ class Agents:
     """benchmarks/load.py against one URL."""
 
     def __init__(self, child: subprocess.Popen) -> None:  # type: ignore[type-arg]
-        self._child = child
+        if child.stdin is None or child.stdout is None:
+            raise ValueError("the agents' process needs pipes: start it with stdin=PIPE, stdout=PIPE")
+        self._asks, self._answers = child.stdin, child.stdout
 
     def do(self, what: str, **more: Any) -> Any:
         """Give one command and wait for its answer."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(orjson.dumps({"do": what, **more}) + b"\n")
-        self._child.stdin.flush()
-        line = self._child.stdout.readline()
+        self._asks.write(orjson.dumps({"do": what, **more}) + b"\n")
+        self._asks.flush()
+        line = self._answers.readline()
         if not line:
             raise RuntimeError("the agents broke off; their error stands above")
         return orjson.loads(line)

@@ -40,7 +40,45 @@ def mismatch(table, at, gap, mask):
 
 
 @triton.jit
-def policy_loss_kernel(  # noqa: PLR0915
+def surrogate(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip, KIND: tl.constexpr, DUAL: tl.constexpr):
+    """Each token's policy loss, and its derivative by the logprob."""
+    # exp of more overflows fp32, and 0 * inf is NaN; the clamp's gradient is 0 outside it.
+    safe = tl.exp(tl.minimum(tl.maximum(log_ratio, -60.0), 60.0))
+    clipped = tl.minimum(tl.maximum(safe, 1 - clip_low), 1 + clip_high)
+    if KIND == 0:
+        slope = tl.where(tl.abs(log_ratio) <= 60.0, safe, 0.0)
+        free, bound = -advantage * safe, -advantage * clipped
+        loss = tl.maximum(free, bound)
+        grad = tl.where(free >= bound, -advantage * slope, 0.0)
+        if DUAL:
+            cap = -dual_clip * advantage
+            capped = (advantage < 0) & (loss > cap)
+            loss = tl.where(capped, cap, loss)
+            grad = tl.where(capped, 0.0, grad)
+    elif KIND == 1:
+        loss = -clipped * advantage * logprob
+        grad = -clipped * advantage
+    else:
+        loss = -advantage * logprob
+        grad = -advantage
+    return loss, grad
+
+
+@triton.jit
+def reference_kl(d, mask, KL_KIND: tl.constexpr):
+    """Each token's divergence from the reference, d of its logprob above the policy's, and the derivative by the policy's."""
+    if KL_KIND == 1:
+        divergence, pull = -d, tl.where(mask, 1.0, 0.0)
+    elif KL_KIND == 2:
+        divergence, pull = d * d / 2, -d
+    else:
+        divergence = tl.exp(d) - d - 1
+        pull = 1 - tl.exp(d) if KL_KIND == 3 else -d
+    return divergence, pull
+
+
+@triton.jit
+def policy_loss_kernel(
     logprob_ptr, old_ptr, rollout_ptr, advantage_ptr, weight_ptr, mask_ptr, factor_ptr, ref_ptr, entropy_ptr, fresh_ptr,
     grad_ptr, grad_entropy_ptr, table_ptr, num_tokens, clip_low, clip_high, dual_clip, kl_coef, entropy_coef,
     KIND: tl.constexpr, DUAL: tl.constexpr, KL_KIND: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_ENTROPY: tl.constexpr,
@@ -59,37 +97,13 @@ def policy_loss_kernel(  # noqa: PLR0915
     table = table_ptr + block * COLUMNS
 
     log_ratio = logprob - old
-    # exp of more overflows fp32, and 0 * inf is NaN; the clamp's gradient is 0 outside it.
-    safe = tl.exp(tl.minimum(tl.maximum(log_ratio, -60.0), 60.0))
-    slope = tl.where(tl.abs(log_ratio) <= 60.0, safe, 0.0)
-    clipped = tl.minimum(tl.maximum(safe, 1 - clip_low), 1 + clip_high)
-    if KIND == 0:
-        free, bound = -advantage * safe, -advantage * clipped
-        loss = tl.maximum(free, bound)
-        grad = tl.where(free >= bound, -advantage * slope, 0.0)
-        if DUAL:
-            cap = -dual_clip * advantage
-            capped = (advantage < 0) & (loss > cap)
-            loss = tl.where(capped, cap, loss)
-            grad = tl.where(capped, 0.0, grad)
-    elif KIND == 1:
-        loss = -clipped * advantage * logprob
-        grad = -clipped * advantage
-    else:
-        loss = -advantage * logprob
-        grad = -advantage
+    loss, grad = surrogate(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip, KIND, DUAL)
     if HAS_FACTOR:
         factor = tl.load(factor_ptr + at, mask=mask, other=0.0)
         loss, grad = loss * factor, grad * factor
     if KL_KIND > 0:
         d = tl.load(ref_ptr + at, mask=mask, other=0.0) - logprob
-        if KL_KIND == 1:
-            divergence, pull = -d, tl.where(mask, 1.0, 0.0)
-        elif KL_KIND == 2:
-            divergence, pull = d * d / 2, -d
-        else:
-            divergence = tl.exp(d) - d - 1
-            pull = 1 - tl.exp(d) if KL_KIND == 3 else -d
+        divergence, pull = reference_kl(d, mask, KL_KIND)
         loss += kl_coef * divergence
         grad += kl_coef * pull
         tl.store(table + 18, tl.sum(divergence, 0))

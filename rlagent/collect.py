@@ -82,8 +82,10 @@ class Collector:
                     running.create_task(self._group(self.next_index, place, self._group_size, opened))
                     self.next_index += 1
                     await opened.wait()
+                # Not asyncio.wait_for: a cancellation that comes with the event would be lost there.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _LOOK_AGAIN_S)
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await self._wake.wait()
 
     def _room(self, status: BufferStatus) -> int:
         outstanding = status.backlog + len(status.incomplete) + max(status.leased, self._training)

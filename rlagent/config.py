@@ -150,6 +150,8 @@ class Config(BaseModel):
 _PATH_FIELDS = (
     ("model", "path"), ("rollout", "tasks"), ("eval", "tasks"), ("buffer", "path"), ("engine.sglang", "python"),
 )  # fmt: skip
+# Settings that may name a function by its file: the same holds for that file.
+_FUNCTION_FIELDS = (("rollout", "function"), ("learner.advantage", "name"), ("learner.loss", "name"))
 
 
 def load_config(
@@ -192,10 +194,7 @@ def absolute_paths(config: Config) -> Config:
         section = _section(tree, part)
         if section.get(name) is not None:
             section[name] = Path(section[name]).absolute()
-    function = tree["rollout"]["function"]
-    if function is not None and _names_a_file(function):
-        file, _, attribute = function.rpartition(":")
-        tree["rollout"]["function"] = f"{Path(file).absolute()}:{attribute}"
+    _place_functions(tree, Path.cwd())
     return build_config(tree)
 
 
@@ -207,19 +206,28 @@ def _section(tree: dict[str, Any], part: str) -> dict[str, Any]:
     return tree
 
 
-def _names_a_file(spec: str) -> bool:
-    return spec.rpartition(":")[0].endswith(".py")
+def _place_functions(tree: dict[str, Any], base: Path) -> None:
+    """Make the files absolute that functions are named by."""
+    for part, name in _FUNCTION_FIELDS:
+        section = _section(tree, part)
+        spec = section.get(name)
+        if isinstance(spec, str) and spec.rpartition(":")[0].endswith(".py"):
+            section[name] = str(base / spec)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    """A file's tree; `extends = "base.toml"` at its top puts it over that of another file."""
+def _read_toml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's tree; `extends = "base.toml"` at its top puts it over that of another file. `above`: those that extend it."""
+    if path.absolute() in above:
+        raise ConfigError(
+            f"config file {str(path)!r} extends itself, by way of {', '.join(map(str, above))}; break the circle"
+        )
     tree = _read_file(path)
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{str(path)!r}: extends = {base!r} is not a path; name one TOML file")
-    return _over(_read_toml(path.parent / base), tree)
+    return _over(_read_toml(path.parent / base, (*above, path.absolute())), tree)
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -242,9 +250,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         section = _section(tree, part)
         if isinstance(section.get(name), str):
             section[name] = str(base / section[name])
-    rollout = tree.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("function"), str) and _names_a_file(rollout["function"]):
-        rollout["function"] = str(base / rollout["function"])
+    _place_functions(tree, base)
     return tree
 
 

@@ -62,5 +62,8 @@ def _copy(source: Path, target: Path) -> None:
     if not source.is_file():
         raise LoadError(f"the run's data buffer {str(source)!r} is gone")
     uri = f"{source.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True)) as read, closing(sqlite3.connect(target)) as written:
-        read.backup(written)
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as read, closing(sqlite3.connect(target)) as written:
+            read.backup(written)
+    except sqlite3.DatabaseError as error:
+        raise LoadError(f"{str(source)!r} cannot be read as a data buffer: {error}") from error

@@ -16,6 +16,7 @@ from rlagent.errors import ConfigError
 from rlagent.launch.local import LocalRanks, RankSpec, free_port
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.launch.serve_child import serving
+from rlagent.loading import load_function
 from rlagent.loop import Loop
 from rlagent.model_directory import read_model
 from rlagent.rollout import read_tasks
@@ -33,6 +34,8 @@ async def train(
     SIGTERM ends it after the step under way, with a checkpoint, by Terminated.
     """
     read_model(config.model_dir)
+    if ":" in config.learner.advantage.name:
+        load_function(config.learner.advantage.name, what="learner.advantage.name")
     if rollout_only and resume:
         raise ConfigError("--rollout-only leaves no checkpoint to resume from; leave --resume away")
     tasks = [] if config.rollout.tasks is None else read_tasks(config.rollout.tasks)

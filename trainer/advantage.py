@@ -121,14 +121,18 @@ def advantages(groups: Sequence[Group], config: AdvantageConfig) -> dict[str, fl
     return _whiten(found, groups, config.epsilon) if whitened else found
 
 
+def estimator(name: str) -> Estimator:
+    """That of a name, or by file.py:function. LoadError when there is none there."""
+    return _BY_NAME.get(name) or load_function(name, what="learner.advantage.name")
+
+
 def _of_group(rollouts: Sequence[Rollout], lengths: PerRollout, config: AdvantageConfig) -> FloatArray:
     rewards = np.array([rollout.reward.total for rollout in rollouts], dtype=np.float64)
     if config.name == "remax":
         return rewards - _greedy(rollouts)
     if config.name == "gdpo":
         return _gdpo(rollouts, config)
-    estimator = _BY_NAME.get(config.name) or load_function(config.name, what="learner.advantage.name")
-    values: FloatArray = estimator(rewards, lengths, config.epsilon)
+    values: FloatArray = estimator(config.name)(rewards, lengths, config.epsilon)
     return values
 
 

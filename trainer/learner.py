@@ -31,6 +31,7 @@ from rlagent.trainer.credit import Scores, credited, score_metrics
 from rlagent.trainer.critic import Critic, ValueWork
 from rlagent.trainer.forward import Stats, Work, forward_backward, score_all, sum_gradients, sum_stats
 from rlagent.trainer.lora import Adapters, base_fingerprint
+from rlagent.trainer.loss import token_loss
 from rlagent.trainer.metrics import reduce
 from rlagent.trainer.microbatch import Microbatch, check_batch, make_microbatch
 from rlagent.trainer.model.architecture import read_architecture, read_config
@@ -71,6 +72,7 @@ class Learner:
         self.seed = seed
         self.arch = read_architecture(self.model_dir)
         check_layout(self.arch, parallel_config)
+        token_loss(config.loss.name)  # one by a path that leads nowhere is said before weights are read
         self.float8 = Fp8Blocks.of(read_config(self.model_dir)) is not None
         if self.float8 and config.old_logprobs == "rollout":
             raise LearnerError(

@@ -17,7 +17,7 @@ from rlagent.trainer.config import CorrectionConfig, LossConfig
 from rlagent.trainer.correction import correction
 from rlagent.trainer.kl import KL_ESTIMATORS
 from rlagent.trainer.streams import LossInput, PerToken, TokenMask
-from rlagent.trainer.token_loss import TOKEN_LOSSES, bounded_exp
+from rlagent.trainer.token_loss import TOKEN_LOSSES, TokenLoss, bounded_exp
 
 Backend = Literal["auto", "torch", "triton"]
 FUSED: Final = ("ppo", "decoupled_ppo", "cispo", "reinforce", "opd", "dpo")
@@ -32,6 +32,11 @@ class LossOutput:
     stats: dict[str, Tensor]
 
 
+def token_loss(name: str) -> TokenLoss:
+    """That of a name, or by file.py:function. LoadError when there is none there."""
+    return TOKEN_LOSSES.get(name) or load_function(name, what="learner.loss.name")
+
+
 def policy_loss(
     streams: LossInput, config: LossConfig, correction_config: CorrectionConfig, backend: Backend = "auto"
 ) -> LossOutput:
@@ -42,9 +47,8 @@ def policy_loss(
     """
     if backend == "triton" or (backend == "auto" and streams.logprobs.is_cuda and config.name in FUSED):
         return _fused(streams, config, correction_config)
-    token_loss = TOKEN_LOSSES.get(config.name) or load_function(config.name, what="learner.loss.name")
     s = _masked(streams)
-    per_token = token_loss(s, config)
+    per_token = token_loss(config.name)(s, config)
     if per_token.shape != s.logprobs.shape:
         raise LearnerError(f"loss {config.name!r} gave shape {tuple(per_token.shape)}, not {tuple(s.logprobs.shape)}")
     log_w = s.old_logprobs - s.rollout_logprobs

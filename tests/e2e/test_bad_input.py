@@ -105,6 +105,15 @@ def test_a_rollout_function_that_cannot_be_had(tmp_path: Path, content: str | No
     assert not (tmp_path / "run").exists()
 
 
+def test_an_advantage_and_a_loss_that_cannot_be_had(tmp_path: Path) -> None:
+    for name in ("advantage", "loss"):
+        refused(
+            "train", "--model", str(MODEL), "--run-dir", str(tmp_path / "run"), "-s", f"learner.{name}.name=none.py:f",
+            words=(f"learner.{name}.name", "none.py", "does not exist"),
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_router_that_is_not_there(tmp_path: Path) -> None:
     refused("session", "new", "--router", "http://127.0.0.1:9", words=("127.0.0.1:9", "running"))
     refused(

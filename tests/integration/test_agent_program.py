@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from router_harness import always, router, said
-from sandbox_backends import alive, needs_bwrap
+from sandbox_backends import Signal, alive, needs_bwrap
 
 from rlagent.agent_program import run_agent
 from rlagent.client import SessionHandle
@@ -62,22 +62,25 @@ async def test_output_is_capped(tmp_path: Path) -> None:
     assert (len(done.stdout), done.truncated, done.exit_code) == (1000, True, 0)
 
 
-LEAVER = "(setsid sleep 987.5 >/dev/null 2>&1 &) ; sleep {mark} & echo up; wait"
+LEAVER = "(setsid sleep 987.5 >/dev/null 2>&1 &) ; sleep {mark} & echo up"
 
 
 async def test_a_timeout_ends_all_that_the_program_started(tmp_path: Path) -> None:
     mark = "986.5"
-    done = await run_agent(["sh", "-c", LEAVER.format(mark=mark)], SESSION, tmp_path, timeout_s=1, check=False)
+    done = await run_agent(
+        ["sh", "-c", f"{LEAVER.format(mark=mark)}; wait"], SESSION, tmp_path, timeout_s=1, check=False
+    )
     assert (done.timed_out, done.exit_code, done.signal, done.stdout) == (True, None, 9, b"up\n")
     assert (alive(mark), alive("987.5")) == ([], [])
 
 
 async def test_cancelling_ends_all_that_the_program_started(tmp_path: Path) -> None:
     mark = "985.5"
-    task = asyncio.create_task(run_agent(["sh", "-c", LEAVER.format(mark=mark)], SESSION, tmp_path))
-    async with asyncio.timeout(20):
-        while not alive(mark):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    up = Signal(tmp_path / "up")
+    script = f"{LEAVER.format(mark=mark)} > up; wait"
+    task = asyncio.create_task(run_agent(["sh", "-c", script], SESSION, tmp_path))
+    await up.wait()
+    assert alive(mark)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

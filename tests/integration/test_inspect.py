@@ -101,6 +101,9 @@ async def test_a_place_without_a_run_and_a_model_that_is_elsewhere_are_said(tmp_
         await read(str(tmp_path / "none"), "s", admin_key=None, model=None)
     with pytest.raises(LoadError, match="does not exist"):
         recorded_config(tmp_path / "none")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(LoadError, match="cannot be read as a data buffer"):
+        await newest(str(tmp_path / "text"), admin_key=None)
     with pytest.raises(LoadError, match="no run directory"):
         await read(str(tmp_path), "s", admin_key=None, model=None)
     async with router(tmp_path, in_turn(said("one"))) as r:

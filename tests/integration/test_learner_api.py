@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from buffer_calls import first_call
 
 from rlagent.buffer import Buffer
 from rlagent.buffer.config import BufferConfig
 from rlagent.client import RouterClient
 from rlagent.errors import RouterError
 from rlagent.router import learner_api
-from rlagent.types import Call, Choice, Reward, Sampling, Session, VersionSpan
+from rlagent.types import Reward, Session
 
 
 @dataclass
@@ -40,31 +40,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def add(buffer: Buffer, name: str) -> None:
     await buffer.open_session(Session(session_id=name, key_hash=name, group_id=name, group_size=1))
-    choice = Choice(
-        output_ids=np.array([5, 6], np.int32),
-        logprobs=np.array([-1.0, -0.5], np.float32),
-        versions=(VersionSpan(version=0, start=0, end=2),),
-        finish_reason="stop",
-    )
-    call = Call(
-        call_id=f"{name}.0",
-        session_id=name,
-        index=0,
-        dialect="chat",
-        model="policy",
-        parent=None,
-        origin="fresh",
-        reason="first",
-        prompt_suffix=np.array([1], np.int32),
-        prompt_len=1,
-        choices=(choice,),
-        sampling=Sampling(),
-        messages=b"",
-        served=b"",
-        started_at=0.0,
-        finished_at=0.0,
-    )
-    await buffer.record_call(call)
+    await buffer.record_call(first_call(name, 5, 6))
     await buffer.finish_session(name, status="completed", reward=Reward(components={"r": 1.0}))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from rlagent.errors import WeightSyncError
 from rlagent.trainer.config import SyncConfig
-from rlagent.trainer.weight_sync import WeightSync, distributed
+from rlagent.trainer.weight_sync import WeightSync, distributed, engine_api
 from rlagent.trainer.weight_sync.buckets import make_buckets
 from rlagent.trainer.weight_sync.engine_api import EngineSet
 from rlagent.trainer.weight_sync.sglang_pickle import serialize_bucket
@@ -187,22 +188,24 @@ def test_another_push_mends_a_failed_one(engine: str, new: Weights, expected: li
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
 def test_a_push_that_outlives_its_lease_sends_nothing_more(
-    engine: str, old: Weights, new: Weights, transport: str
+    engine: str, old: Weights, new: Weights, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
+    monkeypatch.setattr(engine_api, "time", SimpleNamespace(monotonic=lambda: now))
     before = logprobs(engine)
     pusher = sync(transport)
     pusher.push([engine], old.items(), version=1)
-    until = time.monotonic() + 2.0
 
     def held_up() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal now
         for index, item in enumerate(new.items()):
             if index == len(new) // 2:  # stopped, say: meanwhile the lease runs out and the router gives the publish up
-                time.sleep(max(0.0, until - time.monotonic()))
+                now = 2.0
                 restore(engine)
             yield item
 
     with pytest.raises(WeightSyncError, match="lease ran out"):
-        pusher.push([engine], held_up(), version=2, until=until)
+        pusher.push([engine], held_up(), version=2, until=1.0)
     assert logprobs(engine) == before
     pusher.close()
 

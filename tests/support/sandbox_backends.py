@@ -48,3 +48,22 @@ def alive(mark: str) -> list[int]:
             continue
         found += [int(pid)] if mark.encode() in arguments else []
     return found
+
+
+class Signal:
+    """A named pipe in a directory: what a program has come to is an event here, not a guess. It writes `echo > NAME`."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    async def wait(self, timeout_s: float = 60.0) -> None:
+        """Until something was written. TimeoutError if nothing is."""
+        loop, written = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe, written.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await written.wait()
+        finally:
+            loop.remove_reader(self._pipe)
+            os.close(self._pipe)

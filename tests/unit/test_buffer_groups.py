@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-import numpy as np
 import pytest
+from buffer_calls import first_call
 from stores import Place
 
 from rlagent.buffer import Buffer
 from rlagent.errors import ConflictError, StoreError
-from rlagent.types import Call, Choice, Lease, Reward, Sampling, Session, VersionSpan
+from rlagent.types import Lease, Reward, Session
 
 Opened = Callable[..., AbstractAsyncContextManager[Buffer]]
 
@@ -40,32 +40,7 @@ async def start(
 async def end(
     buffer: Buffer, name: str, *, status: str = "completed", reward: float | None = 1.0, trainable: bool = True
 ) -> None:
-    choice = Choice(
-        output_ids=np.array([5], np.int32),
-        logprobs=np.array([-1.0], np.float32),
-        versions=(VersionSpan(version=0, start=0, end=1),),
-        finish_reason="stop",
-        trainable=trainable,
-    )
-    call = Call(
-        call_id=f"{name}.0",
-        session_id=name,
-        index=0,
-        dialect="chat",
-        model="policy",
-        parent=None,
-        origin="fresh",
-        reason="first",
-        prompt_suffix=np.array([1], np.int32),
-        prompt_len=1,
-        choices=(choice,),
-        sampling=Sampling(),
-        messages=b"",
-        served=b"",
-        started_at=0.0,
-        finished_at=0.0,
-    )
-    await buffer.record_call(call)
+    await buffer.record_call(first_call(name, trainable=trainable))
     await buffer.finish_session(
         name, status=status, reward=None if reward is None else Reward(components={"r": reward})
     )

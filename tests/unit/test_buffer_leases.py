@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
+from buffer_calls import first_call
 from stores import Place
 
 from rlagent.buffer import Buffer
 from rlagent.errors import ConflictError, NotFoundError, StoreError
-from rlagent.types import Call, Choice, Lease, Reward, Sampling, Session, VersionSpan
+from rlagent.types import Lease, Reward, Session
 
 
 class Clock:
@@ -42,32 +42,7 @@ async def opened(place: Place, clock: Clock, **settings: object) -> Buffer:
 async def add(buffer: Buffer, name: str, version: int = 0) -> None:
     """A complete group of one rollout, sampled by a version."""
     await buffer.open_session(Session(session_id=name, key_hash=name, group_id=name, group_size=1, created_at=10.0))
-    choice = Choice(
-        output_ids=np.array([5], np.int32),
-        logprobs=np.array([-1.0], np.float32),
-        versions=(VersionSpan(version=version, start=0, end=1),),
-        finish_reason="stop",
-    )
-    await buffer.record_call(
-        Call(
-            call_id=f"{name}.0",
-            session_id=name,
-            index=0,
-            dialect="chat",
-            model="policy",
-            parent=None,
-            origin="fresh",
-            reason="first",
-            prompt_suffix=np.array([1], np.int32),
-            prompt_len=1,
-            choices=(choice,),
-            sampling=Sampling(),
-            messages=b"",
-            served=b"",
-            started_at=0.0,
-            finished_at=0.0,
-        )
-    )
+    await buffer.record_call(first_call(name, version=version))
     await buffer.finish_session(name, status="completed", reward=Reward(components={"r": 1.0}))
 
 

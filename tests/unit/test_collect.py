@@ -38,17 +38,33 @@ class Buffer:
         await asyncio.Event().wait()
 
 
-async def test_a_group_that_becomes_stale_before_its_lease_is_replaced() -> None:
-    buffer: Any = Buffer()
-    collector = Collector(
+def made(buffer: Any) -> Collector:
+    return Collector(
         buffer, buffer, TASKS, group_size=1, groups_per_step=1, max_staleness=0,
         draw=make_draw(TaskDrawConfig(), TASKS, seed=0, groups_per_step=1), steps_left=1, deadline_s=60,
         failed=lambda _session_id, _outcome: None,
     )  # fmt: skip
-    running = asyncio.create_task(collector.run())
+
+
+async def test_a_group_that_becomes_stale_before_its_lease_is_replaced() -> None:
+    buffer: Any = Buffer()
+    running = asyncio.create_task(made(buffer).run())
     await buffer.looked.wait()
     assert not buffer.opened.is_set()
     buffer.backlog = 0  # as when a lease finds it stale
     await asyncio.wait_for(buffer.opened.wait(), timeout=60)
     running.cancel()
     await asyncio.wait({running})
+
+
+async def test_an_end_that_comes_with_the_last_step_is_not_lost() -> None:
+    buffer: Any = Buffer()
+    collector = made(buffer)
+    running = asyncio.create_task(collector.run())
+    await buffer.looked.wait()
+    await asyncio.sleep(0)  # it waits now for news
+    collector.advance(0)
+    running.cancel()
+    done, _ = await asyncio.wait({running}, timeout=20)
+    assert done
+    assert running.cancelled()

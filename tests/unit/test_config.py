@@ -58,11 +58,23 @@ def test_set_wins_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:
 
 def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[model]\npath = "m"\n[rollout]\nfunction = "r.py:f"\ntasks = "t.jsonl"\n')
+    file.write_text(
+        '[model]\npath = "m"\n[rollout]\nfunction = "r.py:f"\ntasks = "t.jsonl"\n'
+        '[learner]\nloss.name = "l.py:f"\nadvantage.name = "package.a:f"\n'
+    )
     config = load_config(file)
     assert config.model.path == tmp_path / "m"
     assert config.rollout.tasks == tmp_path / "t.jsonl"
     assert config.rollout.function == f"{tmp_path / 'r.py'}:f"
+    assert config.learner.loss.name == f"{tmp_path / 'l.py'}:f"
+    assert config.learner.advantage.name == "package.a:f"
+
+
+def test_files_that_extend_one_another_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
+    with pytest.raises(ConfigError, match=r"a\.toml' extends itself, by way of .*b\.toml"):
+        load_config(tmp_path / "a.toml")
 
 
 def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:

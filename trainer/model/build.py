@@ -130,29 +130,11 @@ def transformer_config(
     arch: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool, cuda: bool, te: bool
 ) -> Any:
     """Megatron's own settings. Every fusion that needs Transformer Engine or Apex is off."""
-    experts = arch.experts
-    interleaved = parallel.virtual_pipeline > 1
-    parts = stage_layers(arch.num_layers, parallel.pipeline * parallel.virtual_pipeline)
-    layout = [["decoder"] * len(layers) for layers in parts]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
     return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_groups,
-        kv_channels=arch.head_size,
-        ffn_hidden_size=arch.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        gated_linear_unit=True,
-        activation_func=silu,
-        use_te_activation_func=experts is None and not te,  # megatron's name for one that a layer spec gives
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **_shape(arch),
+        **_experts(arch),
+        **_cut(arch, parallel),
+        use_te_activation_func=arch.experts is None and not te,  # megatron's name for one that a layer spec gives
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -161,37 +143,75 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        pipeline_model_parallel_layout=layout if parallel.pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        sequence_parallel=parallel.sequence,
-        variable_seq_lengths=parallel.pipeline > 1,
-        # Batched sends and receives of neighbouring chunks mix up on gloo.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        moe_token_dispatcher_type="alltoall",  # a dense model has none; variable_seq_lengths asks for it
-        num_moe_experts=experts.count if experts else None,
-        moe_ffn_hidden_size=experts.ffn_size if experts else None,
-        moe_router_topk=experts.top_k if experts else 2,
-        # Softmax over all experts, then the best; or, the same as that scaled to sum to 1, softmax over the best.
-        moe_router_pre_softmax=experts is not None and not experts.normalized,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+
+
+def _shape(arch: Architecture) -> dict[str, Any]:
+    """What the checkpoint's config.json says of its layers."""
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_groups,
+        "kv_channels": arch.head_size,
+        "ffn_hidden_size": arch.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+    }
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    experts = arch.experts
+    return {
+        "moe_token_dispatcher_type": "alltoall",  # a dense model has none; variable_seq_lengths asks for it
+        "num_moe_experts": experts.count if experts else None,
+        "moe_ffn_hidden_size": experts.ffn_size if experts else None,
+        "moe_router_topk": experts.top_k if experts else 2,
+        # Softmax over all experts, then the best; or, the same as that scaled to sum to 1, softmax over the best.
+        "moe_router_pre_softmax": experts is not None and not experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def _cut(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """How the layers, and what is in them, are spread over ranks."""
+    interleaved = parallel.virtual_pipeline > 1
+    parts = stage_layers(arch.num_layers, parallel.pipeline * parallel.virtual_pipeline)
+    layout = [["decoder"] * len(layers) for layers in parts]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "pipeline_model_parallel_layout": layout if parallel.pipeline > 1 else None,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # Batched sends and receives of neighbouring chunks mix up on gloo.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def layer_spec(arch: Architecture, *, te: bool, experts: bool = False) -> tuple[Any, Any]:

@@ -116,9 +116,8 @@ def train(
     console = Console()
     with _says_how_to_go_on(resolved.run.dir):
         run = uvloop.run(run_training(resolved, resume=resume, router_url=router, rollout_only=rollout_only))
-    console.print(
-        f"done: {run.path}: model/, metrics.jsonl, reward.png, buffer.db, checkpoints/", highlight=False, soft_wrap=True
-    )
+    learned = "" if rollout_only else "model/, checkpoints/, "
+    console.print(f"done: {run.path}: {learned}metrics.jsonl, reward.png, buffer.db", highlight=False, soft_wrap=True)
 
 
 @contextmanager

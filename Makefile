@@ -25,10 +25,10 @@ test-sglang: $(STAMP)  ## the engine's contract and the weight sync against real
 	python=$$(tests/sglang/make_venv.sh 0.5.23) && RLAGENT_REQUIRE_SGLANG=1 RLAGENT_SGLANG_PYTHON=$$python \
 		$(BIN)/python -m pytest -m sglang tests/sglang/test_engine_contract.py
 
-# Two environments of their own (half a minute and 1 GB together), because the agents' pins are not ours. Nothing beyond loopback is reached.
+# Three environments of their own (a minute and 1.3 GB together), because the agents' pins are not ours. Nothing beyond loopback is reached.
 test-agents: $(STAMP)  ## real agents, unmodified, against the router; SmolLM2 trained for two steps
-	python=$$(tests/agents/make_venv.sh) && bin=$${RLAGENT_AGENTS_BIN-$$(tests/agents/make_npm.sh)} && model=$$(PYTHON=$(BIN)/python examples/smollm2/get_model.sh) && \
-		RLAGENT_REQUIRE_AGENTS=1 RLAGENT_AGENTS_PYTHON=$$python RLAGENT_AGENTS_BIN=$$bin RLAGENT_SMOLLM2=$$model $(BIN)/python -m pytest -n 2 -m agents --durations 5 tests/agents
+	python=$$(tests/agents/make_venv.sh) && openenv=$$(tests/agents/make_venv.sh $${RLAGENT_AGENTS_DIR:-.}/.venv-openenv openenv-constraints.txt) && bin=$${RLAGENT_AGENTS_BIN-$$(tests/agents/make_npm.sh)} && model=$$(PYTHON=$(BIN)/python examples/smollm2/get_model.sh) && \
+		RLAGENT_REQUIRE_AGENTS=1 RLAGENT_AGENTS_PYTHON=$$python RLAGENT_OPENENV_PYTHON=$$openenv RLAGENT_AGENTS_BIN=$$bin RLAGENT_SMOLLM2=$$model $(BIN)/python -m pytest -n 2 -m agents --durations 5 tests/agents
 
 check: $(STAMP)  ## format, lint, types, the fast tests
 	$(BIN)/ruff format --check .

@@ -109,10 +109,8 @@ class Loop:
                 await self._lineage.save()
             await self._lineage.finish_save(wait=True)
         if self._step < steps:
-            raise Terminated(
-                f"the run was ended by SIGTERM after step {self._step} of {steps}; its checkpoint is saved, "
-                "--resume goes on"
-            )
+            saved = "" if self._ranks is None else "; its checkpoint is saved, --resume goes on"
+            raise Terminated(f"the run was ended by SIGTERM after step {self._step} of {steps}{saved}")
         if self._ranks is not None:
             await self._ranks.call("save_hf", self._run.model)
         plot_reward(self._run.read_metrics(), self._run.reward_plot)

@@ -7,7 +7,7 @@ command begins before it has joined: see spawn.py. A group that is empty again s
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,15 +75,19 @@ class Cgroups:
             raise
         return group
 
-    def sweep(self, owner: str) -> None:
-        """Kill and remove all that bears the owner's name."""
-        for own in set(self.own.values()):
-            above = own / f"rlagent-{owner}"
-            if above.is_dir():
-                for below in above.iterdir():
-                    if below.is_dir():
-                        _remove(below)
-                _remove(above)
+    def homes(self, owner: str) -> set[Path]:
+        """The directories below which the owner's groups are."""
+        return {own / f"rlagent-{owner}" for own in self.own.values()}
+
+
+def sweep(homes: Iterable[Path]) -> None:
+    """Kill and remove all that is in them, and them."""
+    for home in homes:
+        if home.is_dir():
+            for below in home.iterdir():
+                if below.is_dir():
+                    _remove(below)
+            _remove(home)
 
 
 class Group:

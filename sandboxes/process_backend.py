@@ -17,7 +17,7 @@ from rlagent.errors import SandboxError
 from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import Limits, Snapshot
 from rlagent.sandboxes.cgroup_reuse import Groups
-from rlagent.sandboxes.cgroups import Cgroups, Group
+from rlagent.sandboxes.cgroups import Cgroups, Group, sweep
 from rlagent.sandboxes.files import delete_tree
 from rlagent.sandboxes.home import Home
 from rlagent.sandboxes.namespaces import Launcher
@@ -27,6 +27,7 @@ from rlagent.sandboxes.spawn import Prelude, rlimits
 if TYPE_CHECKING:
     from rlagent.sandboxes.process import ProcessSandbox
 
+_HOMES: Final = "groups"  # where an owner's control groups are
 _MOUNTED: Final = "mounted"  # where each sandbox's files are mounted, in a mount namespace of its own
 # Users that belong to nobody: above what distributions give to users and their subordinate ranges, below 2**31.
 _FIRST_USER: Final = 1_600_000_000
@@ -165,17 +166,21 @@ class ProcessBackend(OwnedBackend):
             self._cgroups = await asyncio.to_thread(Cgroups.find)
         self._groups, own = Groups(self._cgroups, owner.name, self.limits), self._cgroups.own
         self._rlimits = rlimits(self.limits, address_space="memory" not in own, processes="pids" not in own)
+        (owner.directory / _HOMES).write_text("\n".join(map(str, self._cgroups.homes(owner.name))))
         (owner.directory / _MOUNTED).mkdir(mode=0o711)
         self.bwrap = await self._bubblewrap()
         self._mounts = self.isolated and await self._launcher.can_mount()
 
     async def _sweep(self, name: str) -> None:
-        await asyncio.to_thread(Cgroups.find().sweep, name)
+        # In its own words: its process may have been in other groups than ours. Nothing but an owner writes to that file.
+        told = self._opened.directory.parent / name / _HOMES
+        homes = [Path(line) for line in told.read_text().splitlines()] if told.exists() else []
+        await asyncio.to_thread(sweep, homes)
 
     async def _leave(self, name: str) -> None:
         for sandbox in list(self._open):
             await sandbox.close()
-        await asyncio.to_thread(self._cgroups.sweep, name)
+        await asyncio.to_thread(sweep, self._cgroups.homes(name))
         await asyncio.to_thread(self._launcher.close)
 
     async def _bubblewrap(self) -> str | None:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -61,13 +61,16 @@ asyncio.run(main())
 """
 
 
+_ELSEWHERE = ["sh", "-c", 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs"; shift; done; shift; exec "$@"', "sh"]
+
+
 @asynccontextmanager
-async def killed_owner(kind: str, state: Path, *more: Path) -> AsyncIterator[int]:
-    """After its kill -9. The first of the users that its sandboxes had, if they had some."""
+async def killed_owner(kind: str, state: Path, *more: Path, groups: Sequence[Path] = ()) -> AsyncIterator[int]:
+    """After its kill -9, which finds it in these groups. The first of the users that its sandboxes had, if they had some."""
+    line = [sys.executable, "-c", OWNER, kind, str(state), *map(str, more or (state, state))]
     owner = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OWNER, kind, str(state), *map(str, more or (state, state)), stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
+        *_ELSEWHERE, *map(str, groups), "--", *line, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
     assert owner.stdout is not None
     try:
         word, user = (await owner.stdout.readline()).split()
@@ -112,15 +115,22 @@ def users_alive() -> set[int]:
 @pytest.mark.parametrize("kind", ["groups", "users"])
 async def test_a_killed_process_pool_leaves_nothing_once_the_next_has_started(kind: str, open_directory: Path) -> None:
     state = open_directory / "state"
-    async with killed_owner(kind, state) as user:
+    found = Cgroups.find()  # in version 2, whoever makes groups must not be in one below
+    others = [own / f"test-{os.getpid()}" for own in set(found.own.values())] if found.version == 1 else []
+    for other in others:
+        other.mkdir()
+    async with killed_owner(kind, state, groups=others) as user:
         (left,) = [path.stem for path in state.glob("*.lock")]
         assert (state / left).exists()
         async with process_backend(kind, state):
             assert not (state / left).exists()
             await until(lambda: alive(SLEEPS) == [])
             await until(lambda: not user or not users_alive() & set(range(user, user + 65536)))
-            for group in Cgroups.find().own.values():
-                assert not (group / f"rlagent-{left}").exists()
+            for home in found.homes(left):
+                assert not home.exists()
+            for other in others:
+                assert not (other / f"rlagent-{left}").exists()
+                other.rmdir()
         assert list(state.iterdir()) == []
         assert str(state) not in Path("/proc/self/mounts").read_text()
 

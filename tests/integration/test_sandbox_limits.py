@@ -13,7 +13,7 @@ from sandbox_backends import TIGHT, needs_bwrap
 from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import Limits
 from rlagent.sandboxes.cgroup_reuse import Groups
-from rlagent.sandboxes.cgroups import Cgroups
+from rlagent.sandboxes.cgroups import Cgroups, sweep
 from rlagent.sandboxes.process_backend import ProcessBackend
 
 WORKER = os.getpid()  # another process may run the same tests beside this one
@@ -78,7 +78,7 @@ def test_a_group_serves_again_only_when_it_is_empty() -> None:
         assert one.is_clean()
         groups.give_back(one)
     finally:
-        cgroups.sweep(f"test-reuse-{WORKER}")
+        sweep(cgroups.homes(f"test-reuse-{WORKER}"))
     assert not any(path.exists() for path in one.directories.values())
 
 
@@ -92,4 +92,4 @@ def test_only_the_groups_are_made_that_hold_something() -> None:
         assert "cpu" not in taken.directories or taken.version == 2
         assert "memory" in taken.directories
     finally:
-        cgroups.sweep(f"test-need-{WORKER}")
+        sweep(cgroups.homes(f"test-need-{WORKER}"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlagent.errors import LearnerError
+from rlagent.errors import ConfigError, LearnerError, LoadError, RlagentError
 from rlagent.launch.child import Child
 from rlagent.trainer.config import LearnerConfig, ParallelConfig, SyncConfig
 
@@ -74,7 +74,10 @@ class LocalRanks:
         await asyncio.to_thread(self._stack.close)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Run `method(*args)` on all ranks; rank 0's result. Raises LearnerError when any rank fails or dies."""
+        """Run `method(*args)` on all ranks; rank 0's result.
+
+        Raises LearnerError when any rank fails or dies; ConfigError and LoadError, of a setting, stay what they are.
+        """
         for child in self._children:
             try:
                 child.connection.send((method, args))
@@ -87,7 +90,7 @@ class LocalRanks:
         try:
             for done in asyncio.as_completed(pending):
                 await done  # the first failure ends the wait: the other ranks may hang in a collective
-        except (LearnerError, asyncio.CancelledError):
+        except (RlagentError, asyncio.CancelledError):
             for child in self._children:
                 child.process.kill()
             await asyncio.gather(*pending, return_exceptions=True)
@@ -101,7 +104,8 @@ class LocalRanks:
         except (EOFError, OSError):
             raise LearnerError(child.fate) from None
         if isinstance(answer, Failure):
-            raise LearnerError(f"{child.name}: {answer.kind}: {answer.message}\n{answer.traceback}".rstrip())
+            kind = {"ConfigError": ConfigError, "LoadError": LoadError}.get(answer.kind, LearnerError)
+            raise kind(f"{child.name}: {answer.kind}: {answer.message}\n{answer.traceback}".rstrip())
         return answer
 
 

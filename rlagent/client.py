@@ -204,12 +204,17 @@ class RouterClient:
     # Publishes
 
     async def begin_publish(
-        self, *, step: int, parent: int, lease_s: float | None = None, same_weights: bool = False
-    ) -> PublishTicket:
-        """Take a version number and the engines, which pause. Not repeated: a number is given out once."""
+        self, *, step: int, parent: int, lease_s: float | None = None, same_weights: bool = False,
+        release_kv_cache: bool = False,
+    ) -> PublishTicket:  # fmt: skip
+        """Take a version number and the engines, which pause, and give the KV cache's memory back if told so, until the commit. Not
+        repeated: a number is given out once.
+        """
         body: Json = {"step": step, "parent": parent} | ({} if lease_s is None else {"lease_s": lease_s})
         if same_weights:
             body["same_weights"] = True
+        if release_kv_cache:
+            body["release_kv_cache"] = True
         began = time.monotonic()  # the router's clock of the lease starts later
         answer = await self._post("/policy/begin", body)
         with _answer_of("/policy/begin"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlagent.buffer.leases import RestoreReport
-from rlagent.client import RouterClient
+from rlagent.client import PublishTicket, RouterClient
 from rlagent.config import Config
 from rlagent.errors import RlagentError
 from rlagent.launch.local import LocalRanks
@@ -38,6 +38,7 @@ class Lineage:
         self._client = client
         self._ranks = ranks
         self._saving = False  # a checkpoint is being written beside the steps
+        self._begun: PublishTicket | None = None  # the next publish, whose engines have lent their memory
 
     async def restore(self) -> RestoreReport:
         """Learner and buffer as of the newest checkpoint; what was consumed after it is delivered again."""
@@ -46,11 +47,22 @@ class Lineage:
             self.position = Position(**await self._ranks.call("load", checkpoint))
         return await self._client.restore(cursor=self.position.cursor, version=self.position.version)
 
+    async def make_room(self) -> None:
+        """Before a step, where sync.release_kv_cache: the next publish begins, and engines lend their memory until it is committed. Its
+        lease brings them back if this process dies.
+        """
+        if self._config.sync.release_kv_cache:
+            self._begun = await self._client.begin_publish(
+                step=self.position.step + 1, parent=self.position.version, release_kv_cache=True
+            )
+
     async def publish(self, *, parent: int, same_weights: bool = False) -> None:
         """Send the learner's weights to every engine as a new version; a full snapshot every K publishes."""
         if self._ranks is None:
             return
-        ticket = await self._client.begin_publish(step=self.position.step, parent=parent, same_weights=same_weights)
+        ticket, self._begun = self._begun, None
+        if ticket is None:
+            ticket = await self._client.begin_publish(step=self.position.step, parent=parent, same_weights=same_weights)
         try:
             report = await self._ranks.call("publish", ticket.engines, ticket.version, ticket.until)
             due = ticket.version % self._config.sync.snapshot_every == 0

@@ -139,6 +139,7 @@ class Loop:
         metrics: dict[str, Any] = data_metrics(gathered.groups, packed.batch, lags=gathered.lags)
         self._display.state(f"step {self._step + 1}: training on {packed.batch.num_tokens} tokens")
         if packed.batch.num_sampled and self._ranks is not None:
+            await self._lineage.make_room()
             with watch.stage("train"):
                 metrics |= await self._ranks.call("train_step", await self._taught(packed.batch))
         await self._consume(gathered)

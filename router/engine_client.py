@@ -37,6 +37,7 @@ GENERATE_TIMEOUT_S: Final = 25.0
 _FLUSH_WAIT_S: Final = 10.0
 _FLUSH_POLL_S: Final = 0.05
 _BAD_REQUEST: Final = 400
+_KV_CACHE: Final = ("kv_cache",)
 
 
 class EngineDown(EngineError):
@@ -87,6 +88,7 @@ class Engine:
         self.state: EngineState = "starting"
         self.running = 0
         self.version: int | None = None  # what it last said it holds
+        self.lent = False  # whether its KV cache's memory is given back
         self.supervised = False  # whether somebody starts it again when it dies
         self._going = asyncio.Event()  # cleared while it is paused: what is sent then would run under weights to come
         self._going.set()
@@ -100,7 +102,7 @@ class Engine:
 
     def renew(self) -> None:
         """A new process: what it holds is asked for again."""
-        self.state, self.version = "starting", None
+        self.state, self.version, self.lent = "starting", None, False
         self._going.set()
 
     def lose(self) -> None:
@@ -179,8 +181,21 @@ class Engine:
                 f"{self.url} does not flush its cache within {_FLUSH_WAIT_S} s: something runs"
             ) from error
 
+    async def lend(self) -> None:
+        """Give the KV cache's memory back, until it generates again. It is paused, and nothing is left that runs."""
+        await self.flush()
+        await self.control("/release_memory_occupation", {"tags": _KV_CACHE})
+        self.lent = True
+
+    async def take_back(self) -> None:
+        """Have its memory again. SGLang ends when it is told to take what it did not give back."""
+        if self.lent:
+            await self.control("/resume_memory_occupation", {"tags": _KV_CACHE})
+            self.lent = False
+
     async def resume(self) -> None:
         """Generate again."""
+        await self.take_back()
         await self.control("/continue_generation", {})
         self._going.set()
 
@@ -190,6 +205,7 @@ class Engine:
         Cached prefixes are flushed aside: SGLang changes the weights first when asked for both, and then may refuse.
         """
         await self.pause("abort")
+        await self.take_back()
         await self.flush()
         with suppress(EngineRefused):  # there is no update to end, as a rule
             await self.control("/end_weight_update", {})

@@ -65,16 +65,21 @@ class Policies:
             task.exception()  # whoever asked was told, if still there; the lease's clock does the rest
 
     async def begin(
-        self, *, step: int, parent: int, same_weights: bool, lease_s: float | None, mode: str | None
-    ) -> dict[str, Any]:
-        """Take a version number and pause the engines."""
+        self, *, step: int, parent: int, same_weights: bool, lease_s: float | None, mode: str | None,
+        release_kv_cache: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take a version number and pause the engines. With release_kv_cache they also give its memory back, until they continue: for
+        a learner on the same GPUs, that trains under this publish.
+        """
         async with self._changing, self._buffer.engines_held():
             engines = self._pool.ready
             if not engines:
                 raise NoEngine("no engine is ready to take weights; try again in a few seconds")
             publish = await self._buffer.begin_publish(step=step, parent=parent, same_weights=same_weights)
-            mode = mode or self._config.pause_mode
+            mode = "abort" if release_kv_cache else mode or self._config.pause_mode
             paused = await self._on_all(engines, lambda engine: engine.pause(mode))
+            if release_kv_cache:
+                paused = await self._on_all(paused, lambda engine: engine.lend())
             if self._publish is not None:  # given up by a restore
                 self._publish.lease.cancel()
             lease_s = lease_s or self._config.publish_lease_s
@@ -109,6 +114,7 @@ class Policies:
     @staticmethod
     async def _go_on(engine: Engine, mode: str) -> None:
         """Continue with new weights. What runs on in place needs its cache; new calls ask for prefixes of their version only."""
+        await engine.take_back()
         if mode != "in_place":
             await engine.flush()
         await engine.resume()

@@ -23,6 +23,7 @@ class BeginBody(_Body):
     lease_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     mode: str | None = Field(None, pattern="^(abort|retract|in_place)$")
     same_weights: bool = False  # the parent's are sent again, after a resume
+    release_kv_cache: bool = False  # engines lend its memory to the learner, which trains now
 
 
 class CommitBody(_Body):

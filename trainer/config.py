@@ -238,6 +238,11 @@ class SyncConfig(_Part):
     transport: Literal["tensor", "distributed", "disk", "delta"] = "tensor"
     bucket_bytes: int = Field(512 * 1024 * 1024, ge=1024)
     verify_every: int = Field(1, ge=0, description="compare checksums every N publishes; 0 never")
+    release_kv_cache: bool = Field(
+        False,
+        description="engines on the learner's GPUs stop, and lend it their KV cache's memory, while it trains; SGLang needs "
+        "--enable-memory-saver, and router.publish_lease_s covers the step",
+    )
     snapshot_every: int = Field(
         10, ge=1, description="write a full Hugging Face snapshot every N publishes, for recovery"
     )

@@ -59,6 +59,36 @@ async def test_a_failed_publish_brings_engines_back_to_the_snapshot(tmp_path: Pa
         assert (await r.admin.begin_publish(step=1, parent=0)).version == 2  # the number is not reused
 
 
+RELEASE = ("/release_memory_occupation", {"tags": ["kv_cache"]})
+RESUME = ("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
+async def test_memory_is_lent_after_all_was_aborted_and_taken_again_before_anything_runs(tmp_path: Path) -> None:
+    """SGLang ends when it is told to take what it did not give back, or gives back what is in use."""
+    async with router(tmp_path, always(said("a"))) as r:
+        began = len(r.engine.control)
+        ticket = await r.admin.begin_publish(step=1, parent=0, release_kv_cache=True)
+        assert r.engine.control[began:] == [("/pause_generation", {"mode": "abort"}), ("/flush_cache", {}), RELEASE]
+        call = asyncio.create_task(r.chat())
+        r.engine.version = str(ticket.version)
+        await r.admin.commit_publish(ticket.publish_id, checksum="c", snapshot=None)
+        assert r.engine.control[-3:] == [RESUME, ("/flush_cache", {}), ("/continue_generation", {})]
+        assert (await call).status_code == 200
+        await r.admin.begin_publish(step=2, parent=1)
+        assert RELEASE not in r.engine.control[began + 3 :]
+
+
+async def test_a_failed_publish_takes_lent_memory_again_once(tmp_path: Path) -> None:
+    async with router(tmp_path, always(said("a"))) as r:
+        ticket = await r.admin.begin_publish(step=1, parent=0, release_kv_cache=True)
+        await r.admin.fail_publish(ticket.publish_id, "the learner failed")
+        assert r.engine.control[-5:-3] == [RESUME, ("/flush_cache", {})]
+        assert r.engine.paths()[-2:] == ["/update_weights_from_disk", "/continue_generation"]
+        ticket = await r.admin.begin_publish(step=1, parent=0)
+        await r.admin.fail_publish(ticket.publish_id, "again")
+        assert r.engine.control.count(RESUME) == r.engine.control.count(RELEASE) == 1
+
+
 async def test_a_publish_whose_lease_runs_out_fails(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("a"))) as r:
         ticket = await r.admin.begin_publish(step=1, parent=0, lease_s=0.01)

@@ -178,6 +178,7 @@ async def fake_engine(script: Script) -> AsyncIterator[FakeEngine]:
                 for path in (
                     "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk",
                     "/flush_cache", "/end_weight_update",
+                    "/release_memory_occupation", "/resume_memory_occupation",
                 )
             ),
         ]

@@ -2,6 +2,7 @@
 
 python benchmarks/weight_sync.py [--sizes 50 500] [--sglang-python PYTHON]
 Random Qwen3 models in bfloat16. A push is begin, buckets, end and version; checksums are compared in one more push, not timed.
+`processor s` is what learner and engine together used: on a machine that is busy with other work it says more than the clock.
 "delta 1%" changes one element of a hundred between pushes; "delta all" changes every one, so that it is dense.
 """
 
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import torch
 from machine import machine
 from safetensors.torch import save_file
@@ -109,22 +111,31 @@ def change(weights: Weights, share: float) -> None:
         tensor.view(-1)[::step].mul_(-1.0)
 
 
-def measure(url: str, weights: Weights, model: Path, transport: str, share: float, pushes: int) -> tuple[float, int]:
-    """Mean seconds of a push and the bytes that travelled for the last one."""
+def processor_s() -> float:
+    """Seconds of the processor so far, of this process and of the engine, its only child with its own."""
+    engine = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in engine)
+
+
+def measure(
+    url: str, weights: Weights, model: Path, transport: str, share: float, pushes: int
+) -> tuple[float, float, int]:
+    """Mean seconds of a push, by the clock and of the processor, and the bytes that travelled for the last one."""
     config = SyncConfig(transport=transport, bucket_bytes=BUCKET_BYTES, verify_every=pushes + 2)  # type: ignore[arg-type]
     sync = WeightSync(config, engine_dtype=torch.bfloat16, model_dir=model)
     httpx.post(url + "/pause_generation", json={"mode": "abort"}, timeout=60, trust_env=False).raise_for_status()
-    seconds, sent = 0.0, 0
+    seconds, used, sent = 0.0, 0.0, 0
     for version in range(1, pushes + 3):
         change(weights, share)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), processor_s()
         report = sync.push([url], weights.items(), version=version)
         if 1 < version < pushes + 2:  # not the first, which connects, and not the last, which compares checksums
             seconds, sent = seconds + time.perf_counter() - start, report.sent_bytes
+            used += processor_s() - before
     assert report.verified == "yes", report.verified
     sync.close()
     httpx.post(url + "/continue_generation", json={}, timeout=60, trust_env=False).raise_for_status()
-    return seconds / pushes, sent
+    return seconds / pushes, used / pushes, sent
 
 
 def main() -> int:
@@ -140,7 +151,7 @@ def main() -> int:
     if args.sglang_python is not None:
         sglang = SglangConfig(python=args.sglang_python, args=("--skip-tokenizer-init",))
         engines["sglang"] = EngineConfig(kind="sglang", sglang=sglang, **limits)
-    lines = ["| engine | M parameters | transport | s | GB/s | of memcpy | MB sent |", "|" + "---|" * 7]
+    lines = ["| engine | M parameters | transport | s | GB/s | of memcpy | processor s | MB sent |", "|" + "---|" * 8]
     where = machine()
     with tempfile.TemporaryDirectory() as root:
         for millions in args.sizes:
@@ -148,18 +159,18 @@ def main() -> int:
             weights = make_model(millions, model)
             size = sum(tensor.nbytes for tensor in weights.values())
             copy_s = memcpy_s(weights)
-            lines.append(f"| (memcpy) | {size / 2e6:.0f} | | {copy_s:.3f} | {size / copy_s / 1e9:.2f} | 1 | |")
+            lines.append(f"| (memcpy) | {size / 2e6:.0f} | | {copy_s:.3f} | {size / copy_s / 1e9:.2f} | 1 | | |")
             for kind, config in engines.items():
                 with running(config, model) as url:
                     for name, transport, share in (
                         ("tensor", "tensor", 1.0), ("distributed", "distributed", 1.0), ("disk", "disk", 1.0),
                         ("delta all", "delta", 1.0), ("delta 1%", "delta", 0.01),
                     ):  # fmt: skip
-                        seconds, sent = measure(url, weights, model, transport, share, args.pushes)
+                        seconds, used, sent = measure(url, weights, model, transport, share, args.pushes)
                         speed = size / seconds / 1e9
                         lines.append(
                             f"| {kind} | {size / 2e6:.0f} | {name} | {seconds:.3f} | {speed:.2f} | {copy_s / seconds:.3f} | "
-                            f"{sent / 1e6:.0f} |"
+                            f"{used:.2f} | {sent / 1e6:.0f} |"
                         )
                         print(lines[-1], file=sys.stderr, flush=True)
     print(where, "", *lines, sep="\n")

@@ -99,7 +99,8 @@ def read_bucket(payload: object, load_format: str | None) -> dict[str, torch.Ten
     if load_format is None:
         if not isinstance(content, list) or not all(_is_named(item) for item in content):
             raise EngineError("serialized_named_tensors without load_format must hold a list of (name, tensor)")
-        return dict(content)
+        # A CUDA handle is closed by its sender after the answer, so what it maps is copied now; a bucket is copied anyway.
+        return {name: tensor.clone() if tensor.is_cuda else tensor for name, tensor in content}
     if load_format != "flattened_bucket":
         raise EngineError(f"load_format {load_format!r} is not supported; use null or 'flattened_bucket'")
     try:

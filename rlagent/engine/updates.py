@@ -119,8 +119,7 @@ class WeightUpdates:
             check_names(self._model, tensors, complete=False, where="weight update")
         except LoadError as error:
             raise EngineError(str(error)) from error
-        # A CUDA handle is closed by its sender after the answer, so what it maps is copied now.
-        staged |= {name: t.clone() if t.is_cuda else t for name, t in tensors.items()}
+        staged |= tensors
         if version is not None:
             self._version = version
 

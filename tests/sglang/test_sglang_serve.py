@@ -20,7 +20,7 @@ import pytest
 import torch
 from policies import Policies, continued
 from sglang_process import START_S
-from sglang_serve import Serve, checksums, publish, ready, running_serve
+from sglang_serve import Serve, checksums, publish, pusher, ready, running_serve
 
 from rlagent.client import RouterClient
 from rlagent.errors import RouterError, WeightSyncError
@@ -43,7 +43,7 @@ def served(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
     ):
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
-    settings = (f"sampling.max_tokens={MAX_TOKENS}",)
+    settings = (f"sampling.max_tokens={MAX_TOKENS}", "engine.hang_timeout_s=30")
     with running_serve(model, root, "--disable-overlap-schedule", settings=settings) as found:
         yield found
 
@@ -205,3 +205,41 @@ async def test_a_wrong_shape_never_serves(served: Serve, policies: Policies) -> 
             await publish(admin, weights.items(), served)
         engine = await ready(admin)
         assert (engine["version"], await checksums(engine["url"])) == (0, whole)
+        await publish(admin, policies.weights("new").items(), served)  # the next one that fits
+        assert await checksums(engine["url"]) != whole
+        version = await publish(admin, policies.weights("old").items(), served)
+        assert await checksums(engine["url"]) == whole
+        assert (await ready(admin))["version"] == version
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+async def test_a_server_that_hangs_in_mid_push_is_replaced_and_never_serves_half_of_it(
+    served: Serve, policies: Policies, transport: str
+) -> None:
+    """Its process is stopped: the push ends with the lease, the server is killed, and the next one holds the snapshot."""
+
+    def stopping() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(policies.weights("new").items()):
+            if index == 20:
+                os.kill(pid, signal.SIGSTOP)
+            yield item
+
+    async with RouterClient(served.url) as admin:
+        engine = await ready(admin)
+        await publish(admin, policies.weights("old").items(), served)
+        whole = await checksums(engine["url"])
+        pid = served.engine_pid()
+        current = (await admin.policy())["version"]
+        ticket = await admin.begin_publish(step=current + 1, parent=current, lease_s=10.0)
+        sync = pusher(transport, served.model)
+        with pytest.raises(WeightSyncError, match="before the publish's lease ran out"):
+            await asyncio.to_thread(sync.push, ticket.engines, stopping(), version=ticket.version, until=ticket.until)
+        begun = asyncio.Event()
+        _, choice = await recorded(admin, await long_call(served, f"hung-{transport}", begun))
+        assert [span["version"] for span in choice["versions"]] == [0]
+        assert served.engine_pid() != pid
+        assert await checksums((await ready(admin))["url"]) == whole
+        sync.close()
+        await publish(admin, policies.weights("new").items(), served, transport)
+        await publish(admin, policies.weights("old").items(), served, transport)
+        assert await checksums((await ready(admin))["url"]) == whole

@@ -63,10 +63,12 @@ def encode(base: Tensors, new: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
             found[name] = tensor
             continue
         flat = _bits(tensor)
-        at = torch.nonzero(_bits(old) != flat).flatten()
-        if len(at) * (_POSITION_BYTES + tensor.element_size()) >= tensor.nbytes:
+        changed = _bits(old) != flat
+        count = int(changed.sum())  # before the positions, which take eight bytes each
+        if count * (_POSITION_BYTES + tensor.element_size()) >= tensor.nbytes:
             found[name] = tensor
-        elif len(at):
+        elif count:
+            at = torch.nonzero(changed).flatten()
             found[name + _AT], found[name + _TO] = at.to(torch.int32), flat[at].view(tensor.dtype)
     return found
 

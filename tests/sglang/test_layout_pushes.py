@@ -48,10 +48,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.fixture(scope="module")
 def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(family.name) / "model"
-    wide = (
-        {"intermediate_size": 64, "moe_intermediate_size": 32} if family is MIXTURE else {}
-    )  # what SGLang does not fill up
-    make_model(family.name, directory, tied=False, layers=family.layers, **wide)
+    whole: dict[str, Any] = {"mlp_only_layers": []} if family is MIXTURE else {}  # SGLang makes every layer a mixture
+    make_model(family.name, directory, tied=False, layers=family.layers, **whole)
     return directory
 
 

@@ -84,8 +84,10 @@ def make_learner(directory: Path, args: argparse.Namespace, cuda: bool) -> Learn
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"rows": 64, "rounds": 3, "threads": 1, "tokens": 4096}.items():
+    for name, value in {"rows": 64, "rounds": 3, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--tokens", type=int, default=BatchConfig().tokens, help="the learner's microbatches")
+    parser.add_argument("--loop-tokens", type=int, default=4096, help="those of the loops with transformers")
     parser.add_argument("--trl", metavar="PYTHON", help="a python that has TRL")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -100,8 +102,8 @@ def main() -> None:
         learner = make_learner(Path(temporary), args, cuda)
         sides = {
             "learner, packed": Side(lambda: learner.train_step(batch)),
-            "transformers, the same packed rows": Side(packed(model, batch, args.tokens)),
-            "transformers, padded by like length": Side(padded(model, batch, args.tokens)),
+            "transformers, the same packed rows": Side(packed(model, batch, args.loop_tokens)),
+            "transformers, padded by like length": Side(padded(model, batch, args.loop_tokens)),
             "transformers, row by row": Side(row_by_row(model, batch)),
         }
         for _ in range(args.rounds + 1):  # the first one warms up

@@ -16,7 +16,7 @@ from rlagent.client import RouterClient
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.rollout import Outcome, Task, task_id
 from rlagent.task_draw import TaskDraw
-from rlagent.types import GREEDY, Reward
+from rlagent.types import GREEDY, OPENED_BY_DRIVER, Reward
 
 _MAX_ATTEMPTS: Final = 3  # a rollout whose worker died under it this often counts as failed
 _GROUP_PREFIX: Final = "group-"
@@ -99,6 +99,7 @@ class Collector:
             "group_id": f"{_GROUP_PREFIX}{index:08d}",
             "group_size": self._group_size,
             "deadline_s": self._deadline_s,
+            "metadata": OPENED_BY_DRIVER,
         }
         first = await self._client.new_session(**session)
         if opened is not None:
@@ -113,7 +114,7 @@ class Collector:
         """The reward of the task's greedy rollout, never trained on; None when it failed every time."""
         for _ in range(_MAX_ATTEMPTS):
             handle = await self._client.new_session(
-                task_id=task_id(task, place), train=False, sampling={"temperature": 0.0}
+                task_id=task_id(task, place), train=False, sampling={"temperature": 0.0}, metadata=OPENED_BY_DRIVER
             )
             outcome = await self._pool.run(task, handle.to_json())
             await self._client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)

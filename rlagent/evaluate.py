@@ -8,7 +8,7 @@ from rlagent.client import RouterClient
 from rlagent.config import EvalConfig
 from rlagent.launch.rollout_pool import RolloutPool
 from rlagent.rollout import Task, task_id
-from rlagent.types import Reward
+from rlagent.types import OPENED_BY_DRIVER, Reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,10 @@ async def evaluate(client: RouterClient, pool: RolloutPool, tasks: Sequence[Task
 
     async def one(index: int, task: Task) -> Reward | None:
         handle = await client.new_session(
-            task_id=task_id(task, index), train=False, sampling={"temperature": config.temperature}
+            task_id=task_id(task, index),
+            train=False,
+            sampling={"temperature": config.temperature},
+            metadata=OPENED_BY_DRIVER,
         )
         outcome = await pool.run(task, handle.to_json())
         await client.finish(handle.session_id, reward=outcome.reward, status=outcome.status)

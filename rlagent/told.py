@@ -12,6 +12,10 @@ from rlagent.rollout import Outcome
 from rlagent.run_directory import RunDirectory
 
 
+def _left_out(status: BufferStatus, event: str) -> list[str]:
+    return [f"{entry.count} {entry.reason}" for entry in status.ledger if entry.event == event]
+
+
 class Told:
     """Says things to the display of one run."""
 
@@ -24,7 +28,8 @@ class Told:
     def awaited(self, num_groups: int, status: BufferStatus, policy: Json, failures: Mapping[str, int]) -> None:
         """A wait that is longer than one poll is explained: agents that do not come, or engines that are down."""
         engines = ", ".join(f"{engine['url']} {engine['state']}" for engine in policy["engines"])
-        dropped = [f"{entry.count} {entry.reason}" for entry in status.ledger if entry.event == "rollout_dropped"]
+        dropped = _left_out(status, "rollout_dropped")
+        groups = _left_out(status, "group_dropped")
         failed = [f"{count} {how}" for how, count in failures.items()]
         said = [
             f"waiting for {num_groups} groups: {status.backlog} are complete, {len(status.incomplete)} under way",
@@ -32,6 +37,11 @@ class Told:
             f"engines: {engines}",
             *([f"failed: {', '.join(failed)}"] if failed else []),
             *([f"rollouts left out: {', '.join(dropped)}"] if dropped else []),
+            *(
+                [f"groups left out: {', '.join(groups)} (stale: older than buffer.max_staleness allows)"]
+                if groups
+                else []
+            ),
         ]
         self._display.say("; ".join(said))
 

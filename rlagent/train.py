@@ -50,7 +50,8 @@ async def train(
         terminated = stack.enter_context(_on_sigterm())
         display = stack.enter_context(display or Display())
         display.title(f"{run.path}: {config.model_dir.name}, {config.run.steps} steps")
-        if router_url is not None and (others := set_for_serve(config)):
+        # A resume reads all settings of its run, and cannot tell which of them were given.
+        if router_url is not None and not resume and (others := set_for_serve(config)):
             display.say(
                 f"{', '.join(others)}: of `rlagent serve`, which {router_url} has its own values of; not used here"
             )
@@ -58,6 +59,8 @@ async def train(
         url = router_url if router_url is not None else await stack.enter_async_context(serving(config, run))
         client = await stack.enter_async_context(RouterClient(url, admin_key=config.router.admin_key))
         await client.health()
+        if pool is None:
+            display.say(f"no rollout function: agents from outside make the rollouts, with OPENAI_BASE_URL={url}/v1")
         ranks = None if rollout_only else await stack.enter_async_context(LocalRanks(rank_spec(config), run.logs))
         run.begin(config)
         loop = Loop(config, run, client, ranks, pool, held_out, display, terminated, draw)

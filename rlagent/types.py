@@ -26,6 +26,9 @@ BoolArray = npt.NDArray[np.bool_]
 GREEDY: Final = "greedy"
 """In a reward's `calls` no call, but the task's greedy rollout: its reward is the baseline of ReMax."""
 
+OPENED_BY_DRIVER: Final[Mapping[str, object]] = {"opened_by": "rlagent train"}
+"""Metadata of the sessions of a run's own rollouts: they end with the driver; those of agents from outside go on without it."""
+
 Origin = Literal["extended", "fresh"]
 Delivery = Literal["generating", "committed", "delivered", "orphan"]
 SessionState = Literal["open", "sealed", "failed", "expired"]

@@ -13,7 +13,7 @@ from rlagent.errors import SandboxError
 from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, Door, ExecResult, Snapshot
 from rlagent.sandboxes.docker_connection import Connection, call
 from rlagent.sandboxes.docker_exec import ContainerExec
-from rlagent.sandboxes.ending import code_or_signal, result, time_allowed
+from rlagent.sandboxes.ending import check_bytes, code_or_signal, result, time_allowed
 
 if TYPE_CHECKING:
     from rlagent.sandboxes.docker import DockerBackend
@@ -91,6 +91,7 @@ class DockerSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Make or replace a file."""
+        check_bytes(path, data)
         member = tarfile.TarInfo(str(self._inside(path)).lstrip("/"))
         member.size, member.mode = len(data), 0o644
         content = io.BytesIO()

@@ -9,10 +9,18 @@ from rlagent.sandboxes.base import MEMORY_WORDS, ExecResult, Limits
 
 
 def time_allowed(argv: Sequence[str], timeout_s: float | None, limits: Limits) -> float | None:
-    """Seconds: the shorter of the two. SandboxError where there is no command."""
+    """Seconds: the shorter of the two. SandboxError where there is no command, or one that is not cut into words."""
+    if isinstance(argv, str):
+        raise SandboxError(f"argv is the text {argv!r}; give a list, such as ['sh', '-c', {argv!r}]")
     if not argv:
         raise SandboxError("argv is empty; give a command and its arguments")
     return min((bound for bound in (timeout_s, limits.wall_s) if bound is not None), default=None)
+
+
+def check_bytes(path: str, data: object) -> None:
+    """SandboxError for content of a file that is not bytes."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise SandboxError(f"content of {path!r} is {type(data).__name__}, not bytes; give text as text.encode()")
 
 
 def code_or_signal(code: int) -> tuple[int | None, int | None]:

@@ -19,7 +19,7 @@ from rlagent.sandboxes import bubblewrap
 from rlagent.sandboxes.base import DEFAULT_OUTPUT_LIMIT_BYTES, Door, ExecResult, Limits, Snapshot
 from rlagent.sandboxes.capture import Capture
 from rlagent.sandboxes.command import Command
-from rlagent.sandboxes.ending import result, time_allowed
+from rlagent.sandboxes.ending import check_bytes, result, time_allowed
 from rlagent.sandboxes.files import copy_tree, read_file, write_file
 from rlagent.sandboxes.hold import Hold
 from rlagent.sandboxes.process_backend import ProcessBackend, Room
@@ -139,6 +139,7 @@ class ProcessSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Make or replace a file."""
+        check_bytes(path, data)
         home = self._opened.home
         await home.run(lambda: write_file(home.files / "work", self._relative(path), data))
 

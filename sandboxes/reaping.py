@@ -34,12 +34,18 @@ async def readable(descriptor: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes with this NAME=VALUE in their environment, pass by pass until there are none."""
-    while found := [pid for pid in _processes() if _is_marked(pid, mark.encode())]:
+    """Kill the processes with this NAME=VALUE in their environment, pass by pass until two in a row find none: one that is about to
+    become another program shows no environment for a moment.
+    """
+    clean = 0
+    while clean < 2:
+        found = [pid for pid in _processes() if _is_marked(pid, mark.encode())]
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_PASS_S)
+        clean = 0 if found else clean + 1
+        if clean < 2:
+            time.sleep(_PASS_S)
 
 
 def _processes() -> list[int]:

@@ -44,7 +44,7 @@ class LeaseSlip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore did: batches to be delivered again, and open sessions that were sealed as interrupted."""
+    """What a restore did: batches to be delivered again, and open sessions of the driver before that were sealed as interrupted."""
 
     redelivered: int
     interrupted: int
@@ -153,7 +153,7 @@ def restore(tx: Transaction, *, cursor: int, version: int, now: float, config: B
     for lease_id, number in tx.rows("SELECT lease_id, consumption FROM leases WHERE state = 'consumed'"):
         if number not in lineage:
             tx.run("UPDATE leases SET state = 'undone' WHERE lease_id = ?", lease_id)
-    return RestoreReport(redelivered=redelivered, interrupted=sessions.interrupt_open(tx, now, config))
+    return RestoreReport(redelivered=redelivered, interrupted=sessions.interrupt_drivers(tx, now, config))
 
 
 def head(tx: Transaction) -> int:

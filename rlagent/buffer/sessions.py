@@ -29,7 +29,7 @@ from rlagent.buffer.records import (
 )
 from rlagent.errors import ConflictError, MovedError, NotFoundError, StoreError
 from rlagent.trajectory import CallHead, kept_calls
-from rlagent.types import GREEDY, Call, Delivery, ParentRef, Reward, Session, SessionState
+from rlagent.types import GREEDY, OPENED_BY_DRIVER, Call, Delivery, ParentRef, Reward, Session, SessionState
 
 # Most sessions that one listing returns: a page, not the database.
 MAX_LISTED: Final = 10_000
@@ -194,12 +194,13 @@ def expire(tx: Transaction, now: float, config: BufferConfig) -> bool:
     return ready
 
 
-def interrupt_open(tx: Transaction, now: float, config: BufferConfig) -> int:
-    """Seal every open session as interrupted; how many."""
+def interrupt_drivers(tx: Transaction, now: float, config: BufferConfig) -> int:
+    """Seal the open sessions of a dead driver's own rollouts as interrupted; how many. Agents from outside outlive a driver."""
     found = tx.rows(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state = 'open' ORDER BY session_id{tx.for_update}")
-    for row in found:
-        seal(tx, decode_session(row), state="failed", status="interrupted", now=now, config=config)
-    return len(found)
+    own = [session for session in map(decode_session, found) if session.metadata.items() >= OPENED_BY_DRIVER.items()]
+    for session in own:
+        seal(tx, session, state="failed", status="interrupted", now=now, config=config)
+    return len(own)
 
 
 def find(tx: Transaction, session_id: str) -> Session | None:

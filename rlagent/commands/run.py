@@ -67,7 +67,12 @@ def serve(
 
 
 def _say_ready(url: str) -> None:
-    print(f"rlagent is serving at {url}", f"  agents:  OPENAI_BASE_URL={url}/v1", sep="\n", flush=True)
+    print(
+        f"rlagent is serving at {url}",
+        f"  agents:  OPENAI_BASE_URL={url}/v1 or ANTHROPIC_BASE_URL={url}",
+        sep="\n",
+        flush=True,
+    )
 
 
 def train(
@@ -106,8 +111,12 @@ def train(
             replay, {"run.dir": run_dir}, settings or [], needless=(config, model, rollout_function_path, tasks, router)
         )
         return
-    if resume and config is None and run_dir is not None and (run_dir / "config.toml").is_file():
+    if resume and config is None and run_dir is not None:
         config = run_dir / "config.toml"
+        if not config.is_file():
+            raise ConfigError(
+                f"run directory {str(run_dir)!r} holds no run to resume; leave --resume away to start one"
+            )
     resolved = load_config(
         config, settings or (),
         {"model.path": model, "rollout.function": rollout_function_path, "rollout.tasks": tasks, "router.admin_key": admin_key,

@@ -31,6 +31,8 @@ def test_settings_that_are_not_there(tmp_path: Path) -> None:
     refused("train", "--set", "run.stepz=1", words=("run.stepz", "steps"))
     refused("train", "--config", str(tmp_path / "none.toml"), words=("none.toml",))
     refused("train", words=("model.path", "--model"))
+    refused("train", "--resume", "--run-dir", str(tmp_path / "run"), words=(str(tmp_path / "run"), "no run to resume"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:

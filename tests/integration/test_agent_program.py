@@ -77,14 +77,14 @@ async def test_a_timeout_ends_all_that_the_program_started(tmp_path: Path) -> No
 async def test_cancelling_ends_all_that_the_program_started(tmp_path: Path) -> None:
     mark = "985.5"
     up = Signal(tmp_path / "up")
-    script = f"(setsid sleep 987.5 >/dev/null 2>&1 &) ; sh -c 'echo > up; sleep 900' sh {mark} & wait"
+    script = f"(setsid sleep 984.5 >/dev/null 2>&1 &) ; sh -c 'echo > up; sleep 900' sh {mark} & wait"
     task = asyncio.create_task(run_agent(["sh", "-c", script], SESSION, tmp_path))
     await up.wait()
     assert alive(mark)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (alive(mark), alive("987.5")) == ([], [])
+    assert (alive(mark), alive("984.5")) == ([], [])
 
 
 @needs_bwrap

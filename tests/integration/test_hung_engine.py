@@ -56,7 +56,7 @@ async def test_an_engine_that_hangs_in_mid_push_is_replaced(
     async with (
         serving(
             model_dir=MODEL, router=RouterConfig(), sampling=SamplingConfig(max_tokens=4),
-            engine=EngineConfig(max_total_tokens=4096, hang_timeout_s=4.0), buffer=BufferConfig(),
+            engine=EngineConfig(max_total_tokens=4096, hang_timeout_s=15.0), buffer=BufferConfig(),
             buffer_path=tmp_path / "buffer.db",
         ) as url,
         RouterClient(url) as admin,

@@ -18,6 +18,7 @@ from replicas import Replica, answer, replica
 from router_harness import USER, said
 
 from rlagent.errors import RouterError
+from rlagent.types import OPENED_BY_DRIVER
 
 
 @dataclass(kw_only=True)
@@ -153,7 +154,7 @@ def brought_back(engine: FakeEngine) -> bool:
 
 
 async def test_a_restore_ends_the_sessions_and_the_publish_of_all_replicas(pair: Pair) -> None:
-    session = await pair.a.admin.new_session()
+    session = await pair.a.admin.new_session(metadata=OPENED_BY_DRIVER)
     history = list(USER)
     await pair.a.turn(session, history)
     ticket = await pair.a.admin.begin_publish(step=1, parent=0)

@@ -11,6 +11,7 @@ from router_harness import TOOLS, USER, always, error_of, router, said
 
 from rlagent.errors import RouterError
 from rlagent.router.config import RouterConfig
+from rlagent.types import OPENED_BY_DRIVER
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 
@@ -41,11 +42,14 @@ async def test_a_session_past_its_time_is_sealed_and_takes_nothing_more(tmp_path
         assert (await r.admin.session(session_id))["state"] == "expired"
 
 
-async def test_a_learners_restore_ends_the_sessions_in_memory(tmp_path: Path) -> None:
+async def test_a_learners_restore_ends_its_own_sessions_in_memory_and_no_agents(tmp_path: Path) -> None:
     async with router(tmp_path, always(said("ok"))) as r:
-        await r.chat()
+        own = await r.admin.new_session(metadata=OPENED_BY_DRIVER)
+        for key in (own.api_key, "agent"):
+            assert (await r.chat(key=key)).status_code == 200
         assert (await r.admin.restore(cursor=0, version=0)).interrupted == 1
-        assert (await r.chat()).status_code == 409
+        assert (await r.chat(key=own.api_key)).status_code == 409
+        assert (await r.chat(key="agent")).status_code == 200
 
 
 async def test_a_model_name_can_be_recorded_without_being_trained_on(tmp_path: Path) -> None:

@@ -158,6 +158,10 @@ async def test_paths_do_not_leave_the_root(sandbox: ProcessSandbox, path: str) -
 async def test_what_cannot_be_started_or_found_is_said(sandbox: ProcessSandbox) -> None:
     with pytest.raises(SandboxError, match="empty"):
         await sandbox.exec([])
+    with pytest.raises(SandboxError, match=r"argv is the text 'ls -l'; give a list"):
+        await sandbox.exec("ls -l")
+    with pytest.raises(SandboxError, match=r"content of 'a' is str, not bytes"):
+        await sandbox.write("a", "text")  # type: ignore[arg-type]
     with pytest.raises(SandboxError, match="cwd"):
         await sandbox.exec(["true"], cwd="nowhere")
     with pytest.raises(SandboxError, match="cannot be read"):

@@ -11,7 +11,7 @@ from stores import Place
 
 from rlagent.buffer import Buffer
 from rlagent.errors import ConflictError, NotFoundError, StoreError
-from rlagent.types import Lease, Reward, Session
+from rlagent.types import OPENED_BY_DRIVER, Lease, Reward, Session
 
 
 class Clock:
@@ -206,13 +206,19 @@ async def test_a_released_redelivery_stays_one_batch_and_first(buffer: Buffer) -
     assert [(await train(buffer, 1))[0] for _ in range(3)] == [["a", "b"], ["c"], ["d"]]
 
 
-async def test_a_restore_seals_open_sessions_as_interrupted(buffer: Buffer) -> None:
-    await buffer.open_session(Session(session_id="s", key_hash="s", group_id="g", group_size=1))
+async def test_a_restore_seals_the_drivers_open_sessions_and_lets_agents_from_outside_go_on(buffer: Buffer) -> None:
+    await buffer.open_session(
+        Session(session_id="s", key_hash="s", group_id="g", group_size=1, metadata=OPENED_BY_DRIVER)
+    )
+    await buffer.open_session(Session(session_id="outside", key_hash="outside", metadata={"user": "x"}))
     begun = await buffer.begin_publish(step=1, parent=0)
     assert (await buffer.restore(cursor=0, version=0)).interrupted == 1
     session = await buffer.session("s")
     assert session is not None
     assert (session.state, session.status) == ("failed", "interrupted")
+    outside = await buffer.session("outside")
+    assert outside is not None
+    assert outside.state == "open"
     (group,) = (await buffer.status()).incomplete
     assert (group.num_valid, group.num_invalid, group.num_running) == (0, 0, 0)
     with pytest.raises(ConflictError, match="restored"):

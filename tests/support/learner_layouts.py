@@ -39,10 +39,12 @@ def layout_batch(model_dir: Path) -> Batch:
     return with_common_prefixes(with_experts(batch) if read_architecture(model_dir).experts else batch)
 
 
-def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
-    batch = layout_batch(model_dir)
-    learner = Learner(
-        CONFIG,
+def layout_learner(
+    config: LearnerConfig, layout: dict[str, Any], rank: int, world: int, port: int, model_dir: Path
+) -> Learner:
+    """One rank's learner of a layout."""
+    return Learner(
+        config,
         ParallelConfig(**layout),
         model_dir,
         rank=rank,
@@ -51,7 +53,11 @@ def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Pat
         seed=0,
         total_steps=9,
     )
-    with learner:
+
+
+def run(layout: dict[str, int], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
+    batch = layout_batch(model_dir)
+    with layout_learner(CONFIG, layout, rank, world, port, model_dir) as learner:
         found = {"logprobs": learner.logprobs(batch), "metrics": [], "weights": []}
         for step in range(2):
             found["metrics"].append(learner.train_step(batch))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_layouts import CONFIG, STRAIGHT, each_layout, layout_batch, layout_name
+from learner_layouts import CONFIG, STRAIGHT, each_layout, layout_batch, layout_learner, layout_name
 
-from rlagent.trainer.config import LearnerConfig, LoraConfig, LossConfig, ParallelConfig
+from rlagent.trainer.config import LearnerConfig, LoraConfig, LossConfig
 from rlagent.trainer.learner import Learner
 
 LORA: LearnerConfig = CONFIG.model_copy(
@@ -38,10 +38,7 @@ def exported(learner: Learner) -> dict[str, torch.Tensor]:
 
 def run(layout: dict[str, Any], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
     batch, name = layout_batch(model_dir), layout_name(layout)
-    learner = Learner(
-        LORA, ParallelConfig(**layout), model_dir, rank=rank, world_size=world, master_port=port, seed=0, total_steps=9
-    )
-    with learner:
+    with layout_learner(LORA, layout, rank, world, port, model_dir) as learner:
         stir(learner)
         found: dict[str, Any] = {"logprobs": learner.logprobs(batch), "start": exported(learner)}
         found["metrics"] = [learner.train_step(batch)]

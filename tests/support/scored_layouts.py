@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner_layouts import CONFIG, STRAIGHT, each_layout, layout_batch, layout_name
+from learner_layouts import CONFIG, STRAIGHT, each_layout, layout_batch, layout_learner, layout_name
 
 from rlagent.trainer.config import (
     AdvantageConfig,
     CriticConfig,
     LearnerConfig,
     LossConfig,
-    ParallelConfig,
     ReferenceConfig,
 )
-from rlagent.trainer.learner import Learner
 from rlagent.types import Batch
 
 SCORED: LearnerConfig = CONFIG.model_copy(
@@ -46,17 +44,7 @@ def earning(batch: Batch) -> Batch:
 
 def run(layout: dict[str, Any], rank: int, world: int, port: int, model_dir: Path, out: Path) -> None:
     batch, name = earning(layout_batch(model_dir)), layout_name(layout)
-    learner = Learner(
-        SCORED,
-        ParallelConfig(**layout),
-        model_dir,
-        rank=rank,
-        world_size=world,
-        master_port=port,
-        seed=0,
-        total_steps=9,
-    )
-    with learner:
+    with layout_learner(SCORED, layout, rank, world, port, model_dir) as learner:
         found: dict[str, Any] = {"metrics": [learner.train_step(batch) for _ in range(3)]}
         learner.save(out / f"checkpoint-{name}", {})
         found["metrics"].append(learner.train_step(batch))
